@@ -1,0 +1,140 @@
+"""Tensor names: which ones a model has, what kind each is, and of what shape.
+
+Names are those of the Hugging Face checkpoint; readers of other formats translate to them. One
+row of `_rows` is one tensor of the model.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from llmq.errors import CheckpointError, UnsupportedModelError
+from llmq.model.config import ModelConfig
+
+
+class Kind(StrEnum):
+    """What a tensor is, which decides whether and how it is quantized."""
+
+    EMBEDDING = "embedding"
+    LM_HEAD = "lm_head"
+    LINEAR = "linear"
+    BIAS = "bias"
+    NORM = "norm"
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """A tensor that a model of a given config has.
+
+    Attributes:
+        kind: What it is.
+        shape: Sizes, `[O, I]` for matrices.
+    """
+
+    kind: Kind
+    shape: tuple[int, ...]
+
+EMBEDDING = "model.embed_tokens.weight"
+LM_HEAD = "lm_head.weight"
+FINAL_NORM = "model.norm.weight"
+
+#: Endings of tensors that are recomputed from the config and never stored again.
+REBUILT = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached")
+
+
+def layer_prefix(layer: int) -> str:
+    """What the names of layer `layer` start with."""
+    return f"model.layers.{layer}."
+
+
+def module_name(tensor: str) -> str:
+    """The module a tensor belongs to: its name without ``.weight`` or ``.bias``."""
+    return tensor.removesuffix(".weight").removesuffix(".bias")
+
+
+def expected_tensors(config: ModelConfig) -> dict[str, Expected]:
+    """Every tensor a checkpoint of `config` must hold, in the order of computation.
+
+    Args:
+        config: The model.
+
+    Returns:
+        Name -> kind and shape. A tied head is not listed.
+    """
+    expected = {EMBEDDING: Expected(Kind.EMBEDDING, (config.vocab_size, config.hidden_size))}
+    for layer in range(config.num_layers):
+        for name, row in _layer_rows(config):
+            expected[layer_prefix(layer) + name] = row
+    expected[FINAL_NORM] = Expected(Kind.NORM, (config.hidden_size,))
+    if not config.tie_embeddings:
+        expected[LM_HEAD] = Expected(Kind.LM_HEAD, (config.vocab_size, config.hidden_size))
+    return expected
+
+
+def _layer_rows(config: ModelConfig) -> Iterator[tuple[str, Expected]]:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    yield "input_layernorm.weight", Expected(Kind.NORM, (hidden,))
+    yield from _linear("self_attn.q_proj", queries, hidden, config.attention_bias)
+    yield from _linear("self_attn.k_proj", keys, hidden, config.attention_bias)
+    yield from _linear("self_attn.v_proj", keys, hidden, config.attention_bias)
+    if config.qk_norm:
+        yield "self_attn.q_norm.weight", Expected(Kind.NORM, (config.head_dim,))
+        yield "self_attn.k_norm.weight", Expected(Kind.NORM, (config.head_dim,))
+    yield from _linear("self_attn.o_proj", hidden, queries, config.output_bias)
+    yield "post_attention_layernorm.weight", Expected(Kind.NORM, (hidden,))
+    yield from _linear("mlp.gate_proj", inner, hidden, config.mlp_bias)
+    yield from _linear("mlp.up_proj", inner, hidden, config.mlp_bias)
+    yield from _linear("mlp.down_proj", hidden, inner, config.mlp_bias)
+
+
+def _linear(name: str, out_features: int, in_features: int, bias: bool) -> Iterator[tuple[str, Expected]]:
+    yield f"{name}.weight", Expected(Kind.LINEAR, (out_features, in_features))
+    if bias:
+        yield f"{name}.bias", Expected(Kind.BIAS, (out_features,))
+
+
+def droppable(name: str, config: ModelConfig) -> str | None:
+    """Why a stored tensor is not part of the model, if it may be left out.
+
+    Args:
+        name: A tensor of a checkpoint.
+        config: The model.
+
+    Returns:
+        The reason, or None for a tensor that must not be dropped.
+    """
+    if name.endswith(REBUILT):
+        return "rotary table, rebuilt from the config"
+    if name == LM_HEAD and config.tie_embeddings:
+        return "tied to the embedding, stored once"
+    return None
+
+
+def check_tensors(shapes: Mapping[str, tuple[int, ...]], config: ModelConfig) -> None:
+    """Hold the tensors of a checkpoint against those its config asks for.
+
+    Args:
+        shapes: Name -> shape of every stored tensor.
+        config: The model.
+
+    Raises:
+        CheckpointError: Tensors are missing or have another shape; all are collected first.
+        UnsupportedModelError: There are tensors no row of the table knows.
+    """
+    expected = expected_tensors(config)
+    missing = [name for name in expected if name not in shapes]
+    if missing:
+        raise CheckpointError(f"{_listed(missing)}: in config.json's model but not in the checkpoint; it is incomplete.")
+    unknown = [name for name in shapes if name not in expected and not droppable(name, config)]
+    if unknown:
+        raise UnsupportedModelError(f"{_listed(unknown)}: not part of a {config.architecture}; llmq leaves no tensor unaccounted for.")
+    wrong = [f"{n} is {list(shapes[n])}, not {list(row.shape)}" for n, row in expected.items() if tuple(shapes[n]) != row.shape]
+    if wrong:
+        raise CheckpointError(f"{_listed(wrong)}: the checkpoint does not fit its config.json.")
+
+
+def _listed(items: Iterable[str], limit: int = 4) -> str:
+    items = list(items)
+    more = f" and {len(items) - limit} more" if len(items) > limit else ""
+    return ", ".join(items[:limit]) + more

@@ -1,0 +1,10 @@
+"""The arithmetic of quantization, and nothing else.
+
+Written once against the array API standard; NumPy, torch and JAX run the same lines.
+"""
+
+from llmq.quant.affine import dequantize, fake_quantize, quantize
+from llmq.quant.packing import pack_int4, unpack_int4
+from llmq.quant.qtensor import QTensor
+
+__all__ = ["QTensor", "dequantize", "fake_quantize", "pack_int4", "quantize", "unpack_int4"]
