@@ -1,0 +1,159 @@
+"""The slow, obvious backend: plain NumPy, no cache, every weight dequantized when it is used.
+
+It is the oracle of the tests. Each call runs the whole sequence again in float64, so that what is
+compared with it is the other side's rounding.
+
+Shape letters: T positions, D hidden, H heads, K kv heads, h head size, V vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from llmq.backends.base import Caps, ComputeType, ModelOptions, Probe, State
+from llmq.checkpoint.loader import ModelWeights
+from llmq.errors import BackendError
+from llmq.model.names import EMBEDDING, FINAL_NORM, LM_HEAD, layer_prefix
+from llmq.model.rotary import rotary_tables
+from llmq.quant import QTensor, dequantize
+from llmq.quant.affine import dtype_of
+
+#: Called with the name, input and output of every linear.
+Observer = Callable[[str, np.ndarray, np.ndarray], None]
+
+
+def reference_weight(weight: np.ndarray | QTensor, dtype: ComputeType = "float32") -> np.ndarray:
+    """The matrix a weight stands for, rounded once to the compute type.
+
+    Args:
+        weight: Codes or an array, `[O, I]`.
+        dtype: Compute type.
+
+    Returns:
+        float64 `[O, I]`.
+    """
+    dense = dequantize(weight, dtype) if isinstance(weight, QTensor) else weight.astype(dtype_of(np, dtype))
+    return dense.astype(np.float64)
+
+
+def forward(
+    weights: ModelWeights, tokens: Sequence[int], observe: Observer | None = None, num_layers: int | None = None
+) -> np.ndarray:
+    """Logits of every position.
+
+    Args:
+        weights: The model.
+        tokens: `[T]` ids.
+        observe: Called for every linear.
+        num_layers: Run only the first layers; None runs all.
+
+    Returns:
+        float64 `[T, V]`.
+    """
+    config = weights.config
+    positions = np.arange(len(tokens))
+    cos, sin = rotary_tables(config, len(tokens))
+    visible = positions[:, None] >= positions
+    if config.sliding_window:
+        visible &= positions[:, None] - positions < config.sliding_window
+
+    def linear(name: str, x: np.ndarray, key: str | None = None) -> np.ndarray:
+        y = x @ reference_weight(weights[key or f"{name}.weight"]).T
+        if f"{name}.bias" in weights:
+            y = y + reference_weight(weights[f"{name}.bias"])
+        if observe:
+            observe(name, x, y)
+        return y
+
+    def norm(name: str, x: np.ndarray) -> np.ndarray:
+        scaled = x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + config.norm_eps)
+        return scaled * reference_weight(weights[name])
+
+    def heads(name: str, x: np.ndarray, num_heads: int, qk_norm: str | None, rotate: bool) -> np.ndarray:
+        out = linear(name, x).reshape(len(tokens), num_heads, config.head_dim)
+        if qk_norm and config.qk_norm:
+            out = norm(qk_norm, out)
+        return _rotate(out, cos, sin) if rotate else out
+
+    x = reference_weight(weights[EMBEDDING])[np.asarray(tokens)]
+    for layer in range(config.num_layers if num_layers is None else num_layers):
+        at = layer_prefix(layer)
+        inner = norm(f"{at}input_layernorm.weight", x)
+        q = heads(f"{at}self_attn.q_proj", inner, config.num_heads, f"{at}self_attn.q_norm.weight", True)
+        k = heads(f"{at}self_attn.k_proj", inner, config.num_kv_heads, f"{at}self_attn.k_norm.weight", True)
+        v = heads(f"{at}self_attn.v_proj", inner, config.num_kv_heads, None, False)
+        x = x + linear(f"{at}self_attn.o_proj", _attend(q, k, v, visible))
+        inner = norm(f"{at}post_attention_layernorm.weight", x)
+        gate = linear(f"{at}mlp.gate_proj", inner)
+        gated = gate / (1.0 + np.exp(-gate)) * linear(f"{at}mlp.up_proj", inner)
+        x = x + linear(f"{at}mlp.down_proj", gated)
+    return linear("lm_head", norm(FINAL_NORM, x), EMBEDDING if config.tie_embeddings else LM_HEAD)
+
+
+def _rotate(x_THh: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
+    first, second = np.split(x_THh, 2, axis=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def _attend(q_THh: np.ndarray, k_TKh: np.ndarray, v_TKh: np.ndarray, visible: np.ndarray) -> np.ndarray:
+    repeats = q_THh.shape[1] // k_TKh.shape[1]
+    k_THh, v_THh = np.repeat(k_TKh, repeats, axis=1), np.repeat(v_TKh, repeats, axis=1)
+    scores = np.einsum("qHh,kHh->Hqk", q_THh, k_THh) / np.sqrt(q_THh.shape[-1])
+    scores = np.where(visible, scores, -np.inf)
+    probs = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    probs /= probs.sum(axis=-1, keepdims=True)
+    return np.einsum("Hqk,kHh->qHh", probs, v_THh).reshape(len(q_THh), -1)
+
+
+class ReferenceModel:
+    """`forward` behind the protocol of `base.InferenceModel`; the state is the tokens themselves."""
+
+    def __init__(self, weights: ModelWeights, options: ModelOptions) -> None:
+        self._weights = weights
+        self.caps = Caps(
+            device="NumPy on the CPU, float64 accumulation",
+            dtype="float32",
+            num_slots=options.num_slots,
+            max_len=options.max_len,
+            vocab_size=weights.config.vocab_size,
+            kernels=("every linear dequantized at each use",),
+        )
+
+    def init_state(self) -> State:
+        """See `base.InferenceModel.init_state`."""
+        return [[] for _ in range(self.caps.num_slots)]
+
+    def extend(
+        self, state: State, slot: int, tokens: np.ndarray, start: int, *, want_logits: bool = False
+    ) -> tuple[State, np.ndarray | None]:
+        """See `base.InferenceModel.extend`."""
+        state[slot] = [*state[slot][:start], *(int(token) for token in tokens)]
+        logits = forward(self._weights, state[slot])[start:] if want_logits else None
+        return state, None if logits is None else logits.astype(np.float32)
+
+    def decode(self, state: State, tokens: np.ndarray, positions: np.ndarray) -> tuple[State, np.ndarray]:
+        """See `base.InferenceModel.decode`."""
+        logits = np.zeros((self.caps.num_slots, self.caps.vocab_size), np.float32)
+        for slot, position in enumerate(positions):
+            if position >= 0:
+                state, rows = self.extend(state, slot, tokens[slot : slot + 1], int(position), want_logits=True)
+                assert rows is not None
+                logits[slot] = rows[-1]
+        return state, logits
+
+
+class ReferenceBackend:
+    """The plugin."""
+
+    name = "reference"
+
+    def probe(self) -> list[Probe]:
+        """See `base.Backend.probe`."""
+        return [Probe("reference", True, f"NumPy {np.__version__}; slow, for checking results")]
+
+    def open_model(self, weights: ModelWeights, options: ModelOptions) -> ReferenceModel:
+        """See `base.Backend.open_model`."""
+        if options.device not in (None, "cpu") or options.dtype not in (None, "float32"):
+            raise BackendError("backend='reference': runs on the cpu in float32 only; leave out --device and --dtype.")
+        return ReferenceModel(weights, options)

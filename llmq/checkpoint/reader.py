@@ -1,0 +1,186 @@
+"""Reading a checkpoint: one protocol over every format, chosen by content.
+
+A reader gives the model's description, the place and type of every tensor, single tensors on
+demand, and the small files that make the model usable (tokenizer, chat template, generation
+defaults). Nothing here holds more than the tensor it was asked for.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from llmq.errors import AlreadyQuantizedError, CheckpointError
+
+#: What llmq writes into ``quantization_config["quant_method"]``.
+QUANT_METHOD = "llmq"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """A tensor as the checkpoint stores it.
+
+    Attributes:
+        shape: Sizes.
+        dtype: Type that `CheckpointReader.read` returns.
+        num_bytes: Bytes it takes in the source.
+        file: Name of the file it lies in.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    num_bytes: int
+    file: str
+
+
+class CheckpointReader(Protocol):
+    """A checkpoint of any format, under Hugging Face's tensor names.
+
+    Attributes:
+        path: The directory or file.
+        format: What it turned out to be.
+        config: Contents of ``config.json``, read or rebuilt.
+        tensors: Name -> description of every stored tensor.
+        files: The weight files, by name.
+    """
+
+    path: Path
+    format: str
+    config: Mapping[str, Any]
+    tensors: Mapping[str, TensorInfo]
+    files: Mapping[str, Path]
+
+    def read(self, name: str) -> np.ndarray:
+        """One tensor, as `tensors` describes it.
+
+        Args:
+            name: A key of `tensors`.
+
+        Returns:
+            An array in memory of its own.
+
+        Raises:
+            CheckpointError: Its bytes cannot be read.
+        """
+        ...
+
+    def side_files(self) -> dict[str, bytes]:
+        """The files to carry along, by name: everything that is not config or weights."""
+        ...
+
+
+def resolve_model(model: str) -> Path:
+    """The local place of MODEL: a path, or a hub id fetched through the hub's cache.
+
+    Args:
+        model: A directory, a file, or ``organization/name``.
+
+    Returns:
+        An existing path.
+
+    Raises:
+        CheckpointError: There is no such path and the hub cannot give it.
+    """
+    path = Path(model).expanduser()
+    if path.exists():
+        return path
+    if model.startswith((".", "/", "~")) or model.count("/") != 1:
+        raise CheckpointError(f"{model}: no such file or directory; give a model's directory, a .gguf file, or a hub id like organization/name.")
+    return _from_hub(model)
+
+
+def _from_hub(model: str) -> Path:
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    patterns = ["*.json", "*.jinja", "*.safetensors", "*.model", "*.txt", "LICENSE*"]
+    try:
+        return Path(huggingface_hub.snapshot_download(model, allow_patterns=patterns))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as err:
+        reason = str(err).strip().splitlines()[0].rstrip(".")
+        raise CheckpointError(f"{model}: neither a local path nor to be had from the hub ({reason}).") from err
+
+
+def open_checkpoint(model: str) -> CheckpointReader:
+    """Open a checkpoint by what it contains.
+
+    Args:
+        model: A local path or a hub id.
+
+    Returns:
+        The reader for its format.
+
+    Raises:
+        CheckpointError: Nothing readable is there, or it is damaged.
+        AlreadyQuantizedError: It carries codes of another quantizer.
+    """
+    path = resolve_model(model)
+    file = _gguf_file(path)
+    if file is not None:
+        from llmq.checkpoint.gguf import GGUFCheckpoint
+
+        return GGUFCheckpoint(file)
+    if path.is_dir() and (path / "config.json").is_file():
+        from llmq.checkpoint.huggingface import HuggingFaceCheckpoint
+
+        return HuggingFaceCheckpoint(path)
+    if path.is_dir():
+        raise CheckpointError(f"{path}: holds neither a config.json nor a single .gguf file; it is not a checkpoint llmq can read.")
+    raise CheckpointError(f"{path}: is not a .gguf file; give the directory that holds the model's config.json.")
+
+
+def _gguf_file(path: Path) -> Path | None:
+    candidates = sorted(path.glob("*.gguf")) if path.is_dir() and not (path / "config.json").exists() else [path]
+    if len(candidates) > 1:
+        raise CheckpointError(f"{path}: holds {len(candidates)} .gguf files; name one of them.")
+    if not candidates or not candidates[0].is_file():
+        return None
+    with candidates[0].open("rb") as file:
+        return candidates[0] if file.read(4) == b"GGUF" else None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Parse a JSON object.
+
+    Args:
+        path: The file.
+
+    Returns:
+        Its contents.
+
+    Raises:
+        CheckpointError: It is missing, or not a JSON object.
+    """
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError as err:
+        raise CheckpointError(f"{path}: is missing.") from err
+    except (ValueError, RecursionError) as err:
+        raise CheckpointError(f"{path}: is not valid JSON ({err}).") from err
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: must hold a JSON object.")
+    return value
+
+
+def refuse_quantized(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], path: Path) -> None:
+    """Refuse a source whose weights are already codes; casting them would be silent nonsense.
+
+    Args:
+        config: Its ``config.json``.
+        tensors: Its tensors.
+        path: For the message.
+
+    Raises:
+        AlreadyQuantizedError: The config names a quantizer, or a weight has a code's type.
+    """
+    quantization = config.get("quantization_config") or config.get("compression_config")
+    way_out = "give the unquantized bfloat16, float16 or float32 checkpoint instead"
+    if quantization:
+        method = quantization.get("quant_method", "unnamed")
+        raise AlreadyQuantizedError(f"{path}: is already quantized with {method}; {way_out}.")
+    for name, info in tensors.items():
+        if name.endswith("weight") and info.dtype.name not in ("bfloat16", "float16", "float32"):
+            raise AlreadyQuantizedError(f"{path}: tensor {name} is stored as {info.dtype.name}, so it is already quantized; {way_out}.")

@@ -1,0 +1,40 @@
+"""The oracle itself, held against the transformers library."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llmq.backends.reference import forward
+from llmq.checkpoint.loader import load_weights
+from tests.tiny import write_tiny
+
+FAMILIES = {
+    "llama": {},
+    "llama-tied-bias": {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+    "llama3-rope": {
+        "rope_theta": 500000.0,
+        "rope_scaling": {
+            "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    },
+    "transformers-5-linear": {"rope_theta": None, "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}},
+    "yarn": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}},
+    "mistral-window": {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 8},
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 64},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_equal_transformers(family: str, tmp_path: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    path = write_tiny(tmp_path / family, **FAMILIES[family])
+    tokens = np.random.default_rng(1).integers(0, 320, 40)
+    oracle = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation="eager").eval()
+    with torch.no_grad():
+        expected = oracle(torch.from_numpy(tokens)[None]).logits[0].numpy()
+    np.testing.assert_allclose(forward(load_weights(str(path)), tokens.tolist()), expected, atol=2e-5)

@@ -1,0 +1,77 @@
+"""Tiny random models, written as Hugging Face checkpoints."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from llmq.checkpoint.safetensors import write_file
+from llmq.model.config import ModelConfig
+from llmq.model.names import Kind, expected_tensors
+
+TINY: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 320,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def tiny_config(**changes: Any) -> dict[str, Any]:
+    """A ``config.json``; a change of None removes the field."""
+    return {key: value for key, value in {**TINY, **changes}.items() if value is not None}
+
+
+def random_tensors(config: dict[str, Any], seed: int = 0, dtype: Any = ml_dtypes.bfloat16) -> dict[str, np.ndarray]:
+    """Weights of a plausible scale: norms near 1, matrices that keep activations near 1."""
+    rng = np.random.default_rng(seed)
+    tensors = {}
+    for name, row in expected_tensors(ModelConfig.from_dict(config)).items():
+        if row.kind is Kind.NORM:
+            values = 1 + 0.1 * rng.standard_normal(row.shape)
+        elif row.kind is Kind.EMBEDDING:
+            values = rng.standard_normal(row.shape)
+        else:
+            values = rng.standard_normal(row.shape) / np.sqrt(row.shape[-1])
+        tensors[name] = values.astype(dtype)
+    return tensors
+
+
+def write_checkpoint(path: Path, config: dict[str, Any], tensors: dict[str, np.ndarray], num_shards: int = 1) -> Path:
+    """Write a checkpoint directory, sharded with an index when `num_shards` is over 1."""
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    names = list(tensors)
+    if num_shards == 1:
+        write_file(path / "model.safetensors", tensors.items(), {"format": "pt"})
+        return path
+    weight_map = {}
+    for shard in range(num_shards):
+        file = f"model-{shard + 1:05d}-of-{num_shards:05d}.safetensors"
+        mine = names[shard::num_shards]
+        write_file(path / file, [(name, tensors[name]) for name in mine], {"format": "pt"})
+        weight_map.update(dict.fromkeys(mine, file))
+    total = sum(t.nbytes for t in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    return path
+
+
+def write_tiny(path: Path, seed: int = 0, num_shards: int = 1, dtype: Any = ml_dtypes.bfloat16, **changes: Any) -> Path:
+    """A tiny random checkpoint with `changes` to its config."""
+    config = tiny_config(**changes)
+    return write_checkpoint(path, config, random_tensors(config, seed, dtype), num_shards)
