@@ -1,0 +1,250 @@
+"""What happens to every tensor, and why: decided from headers, before any work.
+
+No tensor is passed over in silence. Each gets a row that says whether it is quantized, kept or
+dropped, on which grid, for which reason and into how many bytes; the artifact carries the rows.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from fnmatch import fnmatchcase
+
+from llmq.checkpoint import layout
+from llmq.checkpoint.reader import TensorInfo
+from llmq.checkpoint.writer import entry_bytes
+from llmq.config import AUTO_GROUP_SIZES, KEEP, SCHEMES, Granularity, QuantizationConfig, Scheme
+from llmq.errors import ConfigError, CoverageError
+from llmq.model.config import ModelConfig
+from llmq.model.names import LM_HEAD, Kind, check_tensors, droppable, expected_tensors, module_name
+
+
+class Action(StrEnum):
+    """What becomes of a tensor."""
+
+    QUANTIZE = "quantize"
+    KEEP = "keep"
+    DROP = "drop"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlan:
+    """One row of the coverage.
+
+    Attributes:
+        name: Of the tensor in the source.
+        kind: What it is; None for a tensor that is dropped.
+        shape: Sizes.
+        action: What becomes of it.
+        source_bytes: Bytes it takes in the source.
+        scheme: Its grid, group size settled, when it is quantized.
+        reason: Why, unless it is simply quantized as configured.
+        deviates: The configuration asked for something else; ``--strict`` refuses it.
+        stored: Stored name -> dtype and shape, in file order.
+    """
+
+    name: str
+    kind: Kind | None
+    shape: tuple[int, ...]
+    action: Action
+    source_bytes: int
+    scheme: Scheme | None = None
+    reason: str = ""
+    deviates: bool = False
+    stored: Mapping[str, layout.Entry] = field(default_factory=dict)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes it takes in the artifact."""
+        return sum(entry_bytes(entry) for entry in self.stored.values())
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """A scheme, or the reason there is none."""
+
+    scheme: Scheme | None
+    reason: str = ""
+    deviates: bool = False
+
+
+def plan_coverage(
+    tensors: Mapping[str, TensorInfo], model: ModelConfig, config: QuantizationConfig
+) -> list[TensorPlan]:
+    """Decide over every tensor of a checkpoint.
+
+    Args:
+        tensors: What it stores.
+        model: Its description.
+        config: What was asked for.
+
+    Returns:
+        One row per stored tensor, in the order of computation, dropped ones last.
+
+    Raises:
+        CheckpointError: Tensors are missing, unknown or of a wrong shape.
+        ConfigError: A pattern matches no module, or the group size does not divide a layer.
+    """
+    check_tensors({name: info.shape for name, info in tensors.items()}, model)
+    expected = expected_tensors(model)
+    matrices = [name for name, row in expected.items() if row.kind in _QUANTIZABLE]
+    chosen = _choose_names([module_name(name) for name in matrices], model, config)
+    _check_group_size({name: expected[name].shape[-1] for name in matrices}, chosen, config)
+
+    rows = []
+    for name, row in expected.items():
+        info = tensors[name]
+        choice = _choose(row.kind, chosen.get(module_name(name)), info.shape[-1], config)
+        scheme = choice.scheme
+        rows.append(
+            TensorPlan(
+                name=name,
+                kind=row.kind,
+                shape=info.shape,
+                action=Action.QUANTIZE if scheme else Action.KEEP,
+                source_bytes=info.num_bytes,
+                scheme=scheme,
+                reason=choice.reason,
+                deviates=choice.deviates,
+                stored=layout.entries(name, info.shape, scheme) if scheme else {name: (info.dtype, info.shape)},
+            )
+        )
+    for name, info in tensors.items():
+        if name not in expected:
+            reason = droppable(name, model) or ""
+            rows.append(TensorPlan(name, None, info.shape, Action.DROP, info.num_bytes, reason=reason))
+    return rows
+
+
+_QUANTIZABLE = (Kind.LINEAR, Kind.EMBEDDING, Kind.LM_HEAD)
+
+_NEVER = {
+    Kind.NORM: "norms are never quantized",
+    Kind.BIAS: "biases are never quantized",
+}
+
+#: Module -> scheme name (or ``none``) and the option that chose it.
+_Chosen = Mapping[str, tuple[str, str]]
+
+
+def _choose_names(modules: Sequence[str], model: ModelConfig, config: QuantizationConfig) -> _Chosen:
+    defaults = {"model.embed_tokens": (config.embedding, "embedding"), "lm_head": (config.lm_head, "lm_head")}
+    chosen = {module: defaults.get(module, (config.scheme, "scheme")) for module in modules}
+    rules = [("override", o.pattern, o.scheme) for o in config.overrides]
+    rules += [("ignore", pattern, KEEP) for pattern in config.ignore]
+    for option, pattern, scheme in rules:
+        matches = _matcher(option, pattern)
+        matched = [module for module in modules if matches(module)]
+        if not matched:
+            tied = model.tie_embeddings and matches(module_name(LM_HEAD))
+            hint = "the head is tied to the embedding, so use --embedding none" if tied else f"module names read like {modules[1]}"
+            raise ConfigError(f"{option}={pattern!r}: matches no linear, embedding or head; {hint}.")
+        chosen.update(dict.fromkeys(matched, (scheme, option)))
+    return chosen
+
+
+def _matcher(option: str, pattern: str) -> Callable[[str], bool]:
+    if not pattern.startswith("re:"):
+        return lambda module: fnmatchcase(module, pattern)
+    try:
+        compiled = re.compile(pattern.removeprefix("re:"))
+    except re.error as err:
+        raise ConfigError(f"{option}={pattern!r}: is not a valid regular expression ({err}).") from err
+    return lambda module: compiled.fullmatch(module) is not None
+
+
+def _check_group_size(features: Mapping[str, int], chosen: _Chosen, config: QuantizationConfig) -> None:
+    """An explicit group size must divide every layer it applies to, unless fallback is allowed."""
+    size = config.group_size
+    if size is None or config.groupsize_fallback:
+        return
+    grouped = {
+        module_name(name): num_features
+        for name, num_features in features.items()
+        if (scheme := chosen[module_name(name)][0]) != KEEP and SCHEMES[scheme].granularity is Granularity.BLOCKWISE
+    }
+    refused = {module: num_features for module, num_features in grouped.items() if num_features % size}
+    if not refused:
+        return
+    layers = collapse(refused)
+    listed = ", ".join(f"{name} ({count} with {refused[first]} inputs)" for name, (count, first) in layers.items())
+    fitting = [str(g) for g in (256, *AUTO_GROUP_SIZES, 16) if not any(n % g for n in grouped.values())]
+    others = f"use --groupsize {' or '.join(fitting)}, " if fitting else ""
+    raise ConfigError(
+        f"group_size={size}: does not divide the input features of {len(refused)} of {len(grouped)} matrices: {listed}; "
+        f"{others}leave --groupsize out to choose per layer, or add --groupsize-fallback."
+    )
+
+
+def collapse(names: Iterable[str]) -> dict[str, tuple[int, str]]:
+    """Names with their layer numbers as ``*``, for people to read.
+
+    Args:
+        names: Of tensors or modules.
+
+    Returns:
+        Collapsed name -> how many, and the first of them.
+    """
+    rows: dict[str, tuple[int, str]] = {}
+    for name in names:
+        key = re.sub(r"\.\d+\.", ".*.", name)
+        count, first = rows.get(key, (0, name))
+        rows[key] = (count + 1, first)
+    return rows
+
+
+def _choose(kind: Kind, chosen: tuple[str, str] | None, num_features: int, config: QuantizationConfig) -> _Choice:
+    if chosen is None:
+        return _Choice(None, _NEVER[kind])
+    name, option = chosen
+    if name == KEEP:
+        return _Choice(None, f"--{option.replace('_', '-')} keeps it")
+    scheme = config.row(name)
+    if scheme.num_bits == 4 and num_features % 2:
+        return _Choice(None, f"{num_features} input features: int4 codes are packed in pairs", deviates=True)
+    if scheme.granularity is Granularity.PER_CHANNEL:
+        return _Choice(scheme)
+    return _choose_group(scheme, num_features, config)
+
+
+def _choose_group(scheme: Scheme, num_features: int, config: QuantizationConfig) -> _Choice:
+    asked = config.group_size
+    if asked and num_features % asked == 0:
+        return _Choice(scheme.model_copy(update={"group_size": asked}))
+    size = next((g for g in AUTO_GROUP_SIZES if num_features % g == 0), None)
+    if size is None:
+        return _Choice(None, f"none of the groups {', '.join(map(str, AUTO_GROUP_SIZES))} divides {num_features}", deviates=True)
+    reason = f"group {asked} does not divide {num_features}" if asked else ""
+    return _Choice(scheme.model_copy(update={"group_size": size}), reason, deviates=bool(asked))
+
+
+def check_strict(rows: Sequence[TensorPlan]) -> None:
+    """Refuse a plan with a tensor that would not be quantized as asked.
+
+    Args:
+        rows: The plan.
+
+    Raises:
+        CoverageError: There is one.
+    """
+    deviating = {row.name: row.reason for row in rows if row.deviates}
+    if deviating:
+        listed = "; ".join(f"{name} ({count}): {deviating[first]}" for name, (count, first) in collapse(deviating).items())
+        raise CoverageError(f"strict: {len(deviating)} tensors would not be quantized as asked: {listed}.")
+
+
+def count_kinds(rows: Iterable[TensorPlan]) -> dict[str, tuple[int, int]]:
+    """How much of each quantizable kind is quantized.
+
+    Args:
+        rows: The plan.
+
+    Returns:
+        Kind -> (quantized, total), kinds that the model has.
+    """
+    counts: dict[str, tuple[int, int]] = {}
+    for row in rows:
+        if row.kind in _QUANTIZABLE:
+            done, total = counts.get(row.kind, (0, 0))
+            counts[row.kind] = (done + (row.action is Action.QUANTIZE), total + 1)
+    return counts

@@ -1,0 +1,257 @@
+"""Checkpoint to artifact without data: read, round to the grid, write, tensor by tensor.
+
+No model is built and no more than two tensors are in memory: the one being quantized and the one
+being read. Everything that can be refused is refused in `plan_conversion`, from headers alone.
+"""
+
+import hashlib
+import importlib.metadata
+import math
+import platform
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmq.checkpoint import layout
+from llmq.checkpoint.coverage import Action, TensorPlan, check_strict, plan_coverage
+from llmq.checkpoint.loader import ModelWeights, is_artifact
+from llmq.checkpoint.reader import CheckpointReader, open_checkpoint, refuse_quantized
+from llmq.checkpoint.writer import RECORD, ArtifactWriter, check_target, plan_shards, planned_bytes, stage, to_json
+from llmq.config import QuantizationConfig
+from llmq.errors import AlreadyQuantizedError, ArtifactError, CheckpointError
+from llmq.model.config import ModelConfig
+from llmq.quant.fidelity import Fidelity
+from llmq.quant.rows import NonFiniteWeightError, quantize_rows
+
+#: Called with the tensor at hand, the source bytes done and the source bytes in all.
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ConversionPlan:
+    """What a conversion will do.
+
+    Attributes:
+        model: The source as the user named it.
+        reader: The source.
+        config: What was asked for.
+        coverage: One row per tensor.
+        shards: Weight file -> its tensors.
+    """
+
+    model: str
+    reader: CheckpointReader
+    config: QuantizationConfig
+    coverage: Sequence[TensorPlan]
+    shards: Mapping[str, Mapping[str, layout.Entry]]
+
+    @property
+    def source_bytes(self) -> int:
+        """Bytes of all tensors in the source."""
+        return sum(row.source_bytes for row in self.coverage)
+
+    @property
+    def artifact_bytes(self) -> int:
+        """Bytes of the artifact's directory; weights exactly, the record to a few digits."""
+        small = [self.config_json(), to_json(self.record({}, {}, "0" * 64, [])), *self.reader.side_files().values()]
+        return planned_bytes(self.shards) + sum(map(len, small))
+
+    def config_json(self) -> bytes:
+        """The artifact's ``config.json``: the source's, and how it was quantized."""
+        return to_json({**self.reader.config, "quantization_config": layout.quantization_dict(self.config)})
+
+    def record(
+        self,
+        fidelities: Mapping[str, Fidelity],
+        source_hashes: Mapping[str, str],
+        weights_sha256: str,
+        command: Sequence[str],
+    ) -> dict[str, Any]:
+        """The artifact's ``llmq.json``: where it comes from and what became of every tensor.
+
+        Args:
+            fidelities: Tensor name -> what quantization cost it.
+            source_hashes: Source file -> sha256.
+            weights_sha256: Hash of the stored tensors.
+            command: The command line.
+
+        Returns:
+            A JSON object.
+        """
+        packages = ("llmq", "numpy", "ml_dtypes", "array-api-compat", "gguf")
+        return {
+            "llmq_version": importlib.metadata.version("llmq"),
+            "format_version": layout.FORMAT_VERSION,
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "command": list(command),
+            "source": {
+                "model": self.model,
+                "format": self.reader.format,
+                "files": {name: {"sha256": source_hashes.get(name), "bytes": path.stat().st_size} for name, path in self.reader.files.items()},
+            },
+            "quantization": self.config.model_dump(mode="json"),
+            "weights_sha256": weights_sha256,
+            "versions": {"python": platform.python_version()} | {p: importlib.metadata.version(p) for p in packages},
+            "coverage": [coverage_row(row, fidelities.get(row.name)) for row in self.coverage],
+        }
+
+
+def coverage_row(row: TensorPlan, fidelity: Fidelity | None = None) -> dict[str, Any]:
+    """A row of the coverage as JSON.
+
+    Args:
+        row: The plan.
+        fidelity: What quantization cost, once it is known.
+
+    Returns:
+        A JSON object; ``sqnr_db`` is null when nothing was lost or nothing was quantized.
+    """
+    return {
+        "name": row.name,
+        "kind": row.kind,
+        "shape": list(row.shape),
+        "action": row.action,
+        "scheme": row.scheme.model_dump(mode="json") if row.scheme else None,
+        "reason": row.reason,
+        "source_bytes": row.source_bytes,
+        "stored_bytes": row.stored_bytes,
+        "sqnr_db": round(fidelity.sqnr_db, 3) if fidelity and math.isfinite(fidelity.sqnr_db) else None,
+        "relative_error": round(fidelity.relative_error, 6) if fidelity else None,
+        "max_error_steps": round(fidelity.max_steps, 4) if fidelity else None,
+    }
+
+
+def plan_conversion(model: str, config: QuantizationConfig, *, strict: bool = False) -> ConversionPlan:
+    """Decide everything a conversion will do, reading headers only.
+
+    Args:
+        model: A local checkpoint or a hub id.
+        config: What to do.
+        strict: Refuse tensors that would not be quantized as asked.
+
+    Returns:
+        The plan.
+
+    Raises:
+        CheckpointError: The source is missing, damaged, incomplete, unknown or already quantized.
+        ConfigError: The configuration does not fit the model.
+        CoverageError: `strict`, and a tensor deviates.
+    """
+    reader = open_checkpoint(model)
+    if is_artifact(reader.config):
+        raise AlreadyQuantizedError(f"{model}: is an artifact of llmq already; give the checkpoint it was made from.")
+    refuse_quantized(reader.config, reader.tensors, reader.path)
+    coverage = plan_coverage(reader.tensors, ModelConfig.from_dict(reader.config), config)
+    if strict:
+        check_strict(coverage)
+    stored = {name: entry for row in coverage for name, entry in row.stored.items()}
+    return ConversionPlan(model, reader, config, coverage, plan_shards(stored))
+
+
+def convert(
+    plan: ConversionPlan,
+    output: Path,
+    *,
+    force: bool = False,
+    command: Sequence[str] = (),
+    num_threads: int | None = None,
+    progress: Progress = lambda name, done, total: None,
+) -> dict[str, Any]:
+    """Write the artifact a plan describes, completely or not at all.
+
+    Args:
+        plan: From `plan_conversion`.
+        output: Directory to create.
+        force: Replace an existing one.
+        command: The command line, for the record.
+        num_threads: Threads that quantize; None takes every core. No byte depends on it.
+        progress: Told of every tensor.
+
+    Returns:
+        The record written to ``llmq.json``.
+
+    Raises:
+        OutputError: The artifact cannot be written there.
+        CheckpointError: A weight is NaN or infinite, or the source cannot be read.
+    """
+    check_target(output, plan.reader.path, force=force)
+    fidelities: dict[str, Fidelity] = {}
+    with (
+        ThreadPoolExecutor(num_threads) as workers,
+        ThreadPoolExecutor(1) as background,
+        ThreadPoolExecutor(1) as ahead,
+        stage(output, plan.shards) as writer,
+    ):
+        hashes = background.submit(lambda: {name: _sha256(path) for name, path in plan.reader.files.items()})
+        done = 0
+        for row, tensor in _read_ahead(plan, ahead):
+            progress(row.name, done, plan.source_bytes)
+            if row.action is Action.QUANTIZE:
+                fidelities[row.name] = _quantize(row, tensor, writer, workers)
+            else:
+                _refuse_nonfinite(row, bool(np.isfinite(tensor.astype(np.float32)).all()))
+                writer.write(row.name, tensor)
+            done += row.source_bytes
+        progress("", plan.source_bytes, plan.source_bytes)
+        record = plan.record(fidelities, hashes.result(), writer.finish(), command)
+        for name, contents in plan.reader.side_files().items():
+            writer.write_file(name, contents)
+        writer.write_file("config.json", plan.config_json())
+        writer.write_file(RECORD, to_json(record))
+        _check_written(plan, writer)
+    return record
+
+
+def _read_ahead(plan: ConversionPlan, pool: ThreadPoolExecutor) -> Iterator[tuple[TensorPlan, np.ndarray]]:
+    rows = [row for row in plan.coverage if row.action is not Action.DROP]
+    pending = pool.submit(_read, plan.reader, rows[0].name)
+    for row, following in zip(rows, [*rows[1:], None], strict=True):
+        tensor = pending.result()
+        if following:
+            pending = pool.submit(_read, plan.reader, following.name)
+        yield row, tensor
+
+
+def _read(reader: CheckpointReader, name: str) -> np.ndarray:
+    try:
+        return reader.read(name)
+    except OSError as err:
+        raise CheckpointError(f"{reader.path}: tensor {name} cannot be read ({err.strerror or err}).") from err
+
+
+def _quantize(row: TensorPlan, tensor: np.ndarray, writer: ArtifactWriter, workers: ThreadPoolExecutor) -> Fidelity:
+    assert row.scheme
+    try:
+        matrix = quantize_rows(tensor, row.scheme, workers)
+    except NonFiniteWeightError:
+        _refuse_nonfinite(row, False)
+        raise
+    parts = {layout.VALUES: matrix.values, layout.SCALE: matrix.scale, layout.ZERO: matrix.zero}
+    for suffix, array in parts.items():
+        if array is not None:
+            writer.write(row.name + suffix, array)
+    return matrix.fidelity
+
+
+def _refuse_nonfinite(row: TensorPlan, finite: bool) -> None:
+    if not finite:
+        raise CheckpointError(f"{row.name}: holds NaN, infinity or a value beyond 2^120; the checkpoint is damaged, nothing was written.")
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _check_written(plan: ConversionPlan, writer: ArtifactWriter) -> None:
+    """Re-open what was written and count: a report must not claim what the files do not hold."""
+    written = ModelWeights(open_checkpoint(str(writer.directory)))
+    planned = {row.name for row in plan.coverage if row.action is Action.QUANTIZE}
+    found = {name for name in written if written.is_quantized(name)}
+    if planned != found:
+        raise ArtifactError(f"{len(planned ^ found)} tensors are not stored as planned, {min(planned ^ found)} among them; nothing was written.")
