@@ -53,7 +53,7 @@ def quantize(weight_OI: Array, scheme: Scheme) -> QTensor:
     weight_OGg = xp.reshape(
         xp.astype(weight_OI, xp.float32), (*weight_OI.shape[:-1], num_features // group_size, group_size)
     )
-    weight_OGg = _flush(xp, weight_OGg)
+    weight_OGg = flush(xp, weight_OGg)
     scale_OG, zero_OG, constant_OG = choose_scale_zero(weight_OGg, scheme)
     values_OGg = _choose_codes(xp, weight_OGg, scale_OG, zero_OG, constant_OG, scheme)
     scale_dtype = dtype_of(xp, scheme.scale_dtype)
@@ -106,7 +106,7 @@ def choose_scale_zero(weight_OGg: Array, scheme: Scheme) -> tuple[Array, Array |
     for. The range is not forced to contain 0.
 
     Args:
-        weight_OGg: float32 `[O, G, g]`, without subnormals.
+        weight_OGg: float32 `[O, G, g]`.
         scheme: Width, symmetry and scale type.
 
     Returns:
@@ -119,17 +119,17 @@ def choose_scale_zero(weight_OGg: Array, scheme: Scheme) -> tuple[Array, Array |
     """
     xp = aac.array_namespace(weight_OGg)
     num_steps = scheme.qmax - scheme.qmin
-    low_OG, high_OG = xp.min(weight_OGg, axis=-1), xp.max(weight_OGg, axis=-1)
     if scheme.symmetric:
-        scale_OG = xp.where(high_OG > -low_OG, high_OG, -low_OG) * _float32(2.0 / num_steps)
+        scale_OG = xp.max(xp.abs(weight_OGg), axis=-1) * _float32(2.0 / num_steps)
     else:
-        scale_OG = (high_OG - low_OG) * _float32(1.0 / num_steps)
+        low_OG = flush(xp, xp.min(weight_OGg, axis=-1))
+        scale_OG = (flush(xp, xp.max(weight_OGg, axis=-1)) - low_OG) * _float32(1.0 / num_steps)
     constant_OG = scale_OG < MIN_SCALE
     scale_OG = _round(xp, xp.where(constant_OG, xp.ones_like(scale_OG), scale_OG), scheme)
     if scheme.symmetric:
         return scale_OG, None, constant_OG
     zero_OG = xp.where(constant_OG, low_OG, low_OG - scheme.qmin * scale_OG)
-    return scale_OG, _round(xp, _flush(xp, zero_OG), scheme), constant_OG
+    return scale_OG, _round(xp, flush(xp, zero_OG), scheme), constant_OG
 
 
 def _choose_codes(
@@ -144,20 +144,38 @@ def _choose_codes(
     scale = scale_OG[..., None]
     guess = xp.clip(xp.round(offset * (1.0 / scale)), scheme.qmin, scheme.qmax)
     residual = offset - guess * scale
-    guess = guess + _step(xp, guess, residual, scale * 0.5)
+    guess = guess + step(xp, guess, residual, scale * 0.5)
     codes = xp.clip(guess, scheme.qmin, scheme.qmax)
     return xp.where(constant_OG[..., None], xp.zeros_like(codes), codes)
 
 
-def _step(xp: Any, guess: Array, residual: Array, half: Array) -> Array:
-    """+1, 0 or -1: towards the residual where it exceeds half a step, or equals it at an odd guess."""
+def step(xp: Any, guess: Array, residual: Array, half: Array) -> Array:
+    """Where the nearest code lies from a guess that is at most one off.
+
+    Args:
+        xp: The arrays' namespace.
+        guess: Integers, as floats.
+        residual: What the guess leaves of the weight, exact.
+        half: Half the scale.
+
+    Returns:
+        +1, 0 or -1: towards the residual where it exceeds half a step, or equals it at an odd guess.
+    """
     odd = guess - 2.0 * xp.floor(guess * 0.5) == 1.0
     away = (xp.abs(residual) > half) | ((xp.abs(residual) == half) & odd)
     return xp.where(away, xp.sign(residual), xp.zeros_like(residual))
 
 
-def _flush(xp: Any, array: Array) -> Array:
-    """`array` with subnormals as zero, which is what accelerators make of them."""
+def flush(xp: Any, array: Array) -> Array:
+    """Subnormals as zero, which is what accelerators make of them.
+
+    Args:
+        xp: The array's namespace.
+        array: float32.
+
+    Returns:
+        `array` without subnormals.
+    """
     return xp.where(xp.abs(array) < MIN_NORMAL, xp.zeros_like(array), array)
 
 

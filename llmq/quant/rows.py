@@ -2,8 +2,8 @@
 
 The converter spends its time here. The arithmetic is `affine.quantize` operation for operation,
 with three liberties, each bit-neutral and held to it by tests: buffers are reused, the exact
-residual decides only where it lies at half a step or beyond, and subnormals are flushed only in
-matrices with groups so small that a subnormal could matter.
+residual is computed only where the guess lies near a tie or was clipped, and subnormals are
+flushed only in pieces with groups so small that a subnormal could matter.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from llmq.config import Scheme
-from llmq.quant.affine import MAX_WEIGHT, MIN_NORMAL, MIN_SCALE, choose_scale_zero, dtype_of
+from llmq.quant.affine import MAX_WEIGHT, MIN_NORMAL, choose_scale_zero, dtype_of, step
 from llmq.quant.fidelity import Fidelity
 
 #: Elements of a piece: its float32 buffers stay in a core's second-level cache.
@@ -22,6 +22,11 @@ PIECE_ELEMENTS = 1 << 18
 #: From this scale on, float32 cannot tell a weight below `MIN_NORMAL` from zero once the group's
 #: zero is subtracted.
 _SUBNORMALS_MATTER_BELOW = 2.0**-100
+
+
+#: A guess is ``offset * (1 / scale)``, two roundings away from the quotient: at most 2^-22 of 256
+#: steps. Nearer to its code than this, it cannot be on the wrong side of a tie.
+_CERTAIN = np.float32(0.4999)
 
 
 class NonFiniteWeightError(ValueError):
@@ -94,38 +99,44 @@ def _quantize_piece(
     if not squared_weight < MAX_WEIGHT and not np.max(np.abs(weight)) <= MAX_WEIGHT:  # NaN compares false
         raise NonFiniteWeightError
     scale_OG, zero_OG, constant_OG = choose_scale_zero(weight, scheme)
-    scale = scale_OG[..., None]
     if scale_OG.min() < _SUBNORMALS_MATTER_BELOW:
         weight[np.abs(weight) < MIN_NORMAL] = 0.0
     offset = weight if zero_OG is None else np.subtract(weight, zero_OG[..., None], out=weight)
 
-    codes = np.multiply(offset, 1.0 / scale)
-    np.rint(codes, out=codes)
+    steps = np.multiply(offset, 1.0 / scale_OG[..., None])
+    codes = np.rint(steps)
     np.clip(codes, scheme.qmin, scheme.qmax, out=codes)
     if constant_OG.any():
         codes[constant_OG] = 0.0
-    buffer = np.multiply(codes, scale)
-    residual = np.subtract(offset, buffer, out=offset)
-    np.abs(residual, out=buffer)
-    half = np.where(constant_OG, np.float32(np.inf), scale_OG * np.float32(0.5))[..., None]
-    doubtful = np.nonzero((buffer >= half).ravel())[0]
+    error = np.subtract(steps, codes, out=steps)  # in units of the scale
+    doubtful = np.flatnonzero(np.abs(error) > _CERTAIN)
     if doubtful.size:
-        _settle(codes.reshape(-1), residual.reshape(-1), doubtful, scale_OG.ravel(), scheme)
-        np.abs(residual, out=buffer)
-    worst_OG = buffer.max(axis=-1) / scale_OG
-    part = Fidelity(float(np.vdot(residual, residual)), squared_weight, float(worst_OG.max()))
+        half_OG = np.where(constant_OG, np.float32(np.inf), scale_OG * np.float32(0.5))
+        _settle(offset.reshape(-1), codes.reshape(-1), error.reshape(-1), doubtful, scale_OG, half_OG, scheme)
+    squared_OG = np.einsum("OGg,OGg->OG", error, error)
+    part = Fidelity(
+        squared_error=float(np.vdot(squared_OG, scale_OG * scale_OG)),
+        squared_weight=squared_weight,
+        max_steps=float(max(error.max(), -error.min())),
+    )
     return codes, scale_OG, zero_OG, part
 
 
-def _settle(codes: np.ndarray, residual: np.ndarray, doubtful: np.ndarray, scale: np.ndarray, scheme: Scheme) -> None:
-    """Step the doubtful codes by the exact rule, in place, and their residuals with them."""
-    step_size = scale[doubtful // (codes.size // scale.size)]
-    guess, left = codes[doubtful], residual[doubtful]
-    half = step_size * np.float32(0.5)
-    odd = guess - 2.0 * np.floor(guess * np.float32(0.5)) == 1.0
-    away = (np.abs(left) > half) | ((np.abs(left) == half) & odd)
-    settled = np.clip(guess + np.where(away, np.sign(left), np.float32(0.0)), scheme.qmin, scheme.qmax)
-    residual[doubtful] = left + (guess - settled) * step_size
+def _settle(
+    offset: np.ndarray,
+    codes: np.ndarray,
+    error: np.ndarray,
+    doubtful: np.ndarray,
+    scale_OG: np.ndarray,
+    half_OG: np.ndarray,
+    scheme: Scheme,
+) -> None:
+    """Step the doubtful codes by the exact residual, in place, and their errors with them."""
+    group = doubtful // (codes.size // scale_OG.size)
+    guess = codes[doubtful]
+    residual = offset[doubtful] - guess * scale_OG.ravel()[group]
+    settled = np.clip(guess + step(np, guess, residual, half_OG.ravel()[group]), scheme.qmin, scheme.qmax)
+    error[doubtful] += guess - settled
     codes[doubtful] = settled
 
 

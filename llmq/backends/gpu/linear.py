@@ -1,0 +1,179 @@
+"""Linear layers over codes: each picks its kernel once, at load, and says which.
+
+A matrix that no kernel takes is dequantized to the compute type at load: the same numbers from
+more memory. `Linear.kernel` tells, and `llmq generate --stats` prints it.
+
+Suffixes: M rows of activations, I input features, O output features, G groups.
+"""
+
+import ml_dtypes
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from llmq.backends.gpu import tinygemm
+from llmq.quant import QTensor, dequantize
+
+
+def to_tensor(array: np.ndarray) -> Tensor:
+    """A NumPy array as a torch tensor; bfloat16 goes by its bits.
+
+    Args:
+        array: Any dtype of a checkpoint.
+
+    Returns:
+        A tensor on the CPU.
+    """
+    array = np.ascontiguousarray(array)
+    if array.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+class Linear:
+    """``y = x @ weight.T + bias``.
+
+    Attributes:
+        kernel: What computes it, for people to read.
+    """
+
+    kernel = "dense"
+
+    def __init__(self, bias: Tensor | None) -> None:
+        self._bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Multiply.
+
+        Args:
+            x: `[..., I]` in the compute type.
+
+        Returns:
+            `[..., O]` in the compute type.
+        """
+        y_MO = self._matmul(x.reshape(-1, x.shape[-1]))
+        if self._bias is not None:
+            y_MO = y_MO + self._bias
+        return y_MO.reshape(*x.shape[:-1], -1)
+
+    def _matmul(self, x_MI: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the weight as it is held."""
+        return sum(t.nbytes for t in vars(self).values() if isinstance(t, Tensor))
+
+
+class DenseLinear(Linear):
+    """A weight in the compute type.
+
+    Args:
+        weight_OI: The weight, on its device.
+        bias: `[O]` or None.
+        kernel: Why it is dense.
+    """
+
+    def __init__(self, weight_OI: Tensor, bias: Tensor | None, kernel: str = "dense") -> None:
+        super().__init__(bias)
+        self._weight_OI = weight_OI
+        self.kernel = kernel
+
+    def _matmul(self, x_MI: Tensor) -> Tensor:
+        return F.linear(x_MI, self._weight_OI)
+
+
+class Int4Linear(Linear):
+    """int4 codes on tinygemm. Groups larger than the kernel's are split, which changes no number.
+
+    Args:
+        qtensor: NumPy codes that `tinygemm.refusal` does not refuse.
+        bias: `[O]` or None.
+        device: Where.
+    """
+
+    kernel = "int4 tinygemm"
+
+    def __init__(self, qtensor: QTensor, bias: Tensor | None, device: torch.device) -> None:
+        super().__init__(bias)
+        group_size = tinygemm.kernel_group_size(qtensor)
+        assert group_size
+        self._group_size = group_size
+        self._packed = tinygemm.prepack(to_tensor(qtensor.values), device)
+        zero = np.zeros_like(qtensor.scale) if qtensor.zero is None else qtensor.zero
+        scale_zero_OG2 = np.repeat(np.stack([qtensor.scale, zero], axis=-1), qtensor.group_size // group_size, axis=1)
+        self._scale_zero_GO2 = to_tensor(scale_zero_OG2.transpose(1, 0, 2)).to(device)
+
+    def _matmul(self, x_MI: Tensor) -> Tensor:
+        return tinygemm.matmul(x_MI.contiguous(), self._packed, self._group_size, self._scale_zero_GO2)
+
+
+class Int8Linear(Linear):
+    """int8 codes, one scale a row, symmetric.
+
+    Args:
+        qtensor: NumPy codes that `int8_refusal` does not refuse.
+        bias: `[O]` or None.
+        device: Where.
+        dtype: Compute type.
+    """
+
+    kernel = "int8 weight-only"
+
+    def __init__(self, qtensor: QTensor, bias: Tensor | None, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__(bias)
+        self._values_OI = to_tensor(qtensor.values).to(device)
+        self._scale_O = to_tensor(qtensor.scale[:, 0]).to(device=device, dtype=dtype)
+
+    def _matmul(self, x_MI: Tensor) -> Tensor:
+        return torch.ops.aten._weight_int8pack_mm(x_MI.contiguous(), self._values_OI, self._scale_O)
+
+
+def int8_refusal(qtensor: QTensor, device: torch.device, dtype: torch.dtype) -> str:
+    """Why the int8 kernel cannot run a matrix.
+
+    Args:
+        qtensor: int8 codes `[O, I]`.
+        device: Where.
+        dtype: Compute type.
+
+    Returns:
+        The reason; empty when it can.
+    """
+    if qtensor.scale.shape[-1] != 1:
+        return "the int8 kernel takes one scale a row"
+    if not qtensor.symmetric:
+        return "the int8 kernel is symmetric"
+    if dtype is not torch.bfloat16 or device.type != "cpu":
+        return f"the int8 kernel is used in bfloat16 on the CPU, not in {str(dtype).removeprefix('torch.')} on {device.type}"
+    if qtensor.shape[1] % 16:  # torch 2.13 reads past the row: wrong results or a crash
+        return f"{qtensor.shape[1]} inputs: the int8 kernel takes multiples of 16"
+    return ""
+
+
+def make_linear(
+    weight: np.ndarray | QTensor, bias: np.ndarray | None, device: torch.device, dtype: torch.dtype
+) -> Linear:
+    """Load a weight onto the kernel that takes it.
+
+    Args:
+        weight: `[O, I]`, codes or an array.
+        bias: `[O]` or None.
+        device: Where.
+        dtype: Compute type.
+
+    Returns:
+        The layer.
+    """
+    bias_O = None if bias is None else to_tensor(bias).to(device=device, dtype=dtype)
+    if not isinstance(weight, QTensor):
+        return DenseLinear(to_tensor(weight).to(device=device, dtype=dtype), bias_O)
+    refuse = tinygemm.refusal if weight.num_bits == 4 else int8_refusal
+    reason = refuse(weight, device, dtype)
+    if reason:
+        dense = to_tensor(dequantize(weight, str(dtype).removeprefix("torch.")))
+        return DenseLinear(dense.to(device), bias_O, f"int{weight.num_bits} dequantized at load: {reason}")
+    if weight.num_bits == 4:
+        return Int4Linear(weight, bias_O, device)
+    return Int8Linear(weight, bias_O, device, dtype)

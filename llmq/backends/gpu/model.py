@@ -1,0 +1,222 @@
+"""The decoder in torch, top-down. Quantization shows in `Embedding` and in `linear`, nowhere else.
+
+Shape letters: M tokens of this call, T positions of the cache, S slots, L layers, D hidden,
+H heads, K kv heads, R = H / K, h head size, V vocabulary.
+"""
+
+from collections import Counter
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from llmq.backends.gpu.linear import Linear, make_linear, to_tensor
+from llmq.checkpoint.loader import ModelWeights
+from llmq.model.config import ModelConfig
+from llmq.model.names import EMBEDDING, FINAL_NORM, LM_HEAD, layer_prefix
+from llmq.model.rotary import rotary_tables
+from llmq.quant import QTensor, dequantize
+
+
+class Embedding:
+    """Rows of the embedding matrix; from codes, only the rows looked up are dequantized.
+
+    Args:
+        weight: `[V, D]`, codes or an array.
+        device: Where.
+        dtype: Compute type.
+    """
+
+    def __init__(self, weight: np.ndarray | QTensor, device: torch.device, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        parts = (weight.values, weight.scale, weight.zero) if isinstance(weight, QTensor) else (weight,)
+        self._parts = [None if part is None else to_tensor(part).to(device) for part in parts]
+        self._num_bits = weight.num_bits if isinstance(weight, QTensor) else None
+
+    def __call__(self, tokens_M: Tensor) -> Tensor:
+        """Look up.
+
+        Args:
+            tokens_M: Ids.
+
+        Returns:
+            `[M, D]` in the compute type.
+        """
+        rows = [None if part is None else part[tokens_M] for part in self._parts]
+        if self._num_bits is None:
+            return rows[0].to(self._dtype)
+        return dequantize(QTensor(*rows, num_bits=self._num_bits), str(self._dtype).removeprefix("torch."))
+
+
+class Layer:
+    """One decoder layer.
+
+    Args:
+        weights: The model.
+        index: Which layer.
+        device: Where.
+        dtype: Compute type.
+    """
+
+    def __init__(self, weights: ModelWeights, index: int, device: torch.device, dtype: torch.dtype) -> None:
+        at = layer_prefix(index)
+
+        def linear(name: str) -> Linear:
+            bias = f"{at}{name}.bias"
+            loaded = weights[bias] if bias in weights else None
+            assert not isinstance(loaded, QTensor)
+            return make_linear(weights[f"{at}{name}.weight"], loaded, device, dtype)
+
+        def norm(name: str) -> Tensor | None:
+            key = f"{at}{name}.weight"
+            return norm_weight(weights, key, device, dtype) if key in weights else None
+
+        self.input_norm, self.mlp_norm = norm("input_layernorm"), norm("post_attention_layernorm")
+        self.q_norm, self.k_norm = norm("self_attn.q_norm"), norm("self_attn.k_norm")
+        self.q, self.k, self.v = linear("self_attn.q_proj"), linear("self_attn.k_proj"), linear("self_attn.v_proj")
+        self.o = linear("self_attn.o_proj")
+        self.gate, self.up, self.down = linear("mlp.gate_proj"), linear("mlp.up_proj"), linear("mlp.down_proj")
+
+    @property
+    def linears(self) -> list[Linear]:
+        """The layer's seven linears."""
+        return [self.q, self.k, self.v, self.o, self.gate, self.up, self.down]
+
+
+class Cache:
+    """Keys and values of every slot, `[L, S, T, K, h]` each.
+
+    Args:
+        config: The model.
+        num_slots: S.
+        max_len: T.
+        device: Where.
+        dtype: Compute type.
+    """
+
+    def __init__(self, config: ModelConfig, num_slots: int, max_len: int, device: torch.device, dtype: torch.dtype) -> None:
+        shape = (config.num_layers, num_slots, max_len, config.num_kv_heads, config.head_dim)
+        self.keys = torch.zeros(shape, device=device, dtype=dtype)
+        self.values = torch.zeros(shape, device=device, dtype=dtype)
+
+
+class Decoder:
+    """The whole model.
+
+    Args:
+        weights: Read one by one.
+        max_len: Positions to prepare.
+        device: Where.
+        dtype: Compute type.
+    """
+
+    def __init__(self, weights: ModelWeights, max_len: int, device: torch.device, dtype: torch.dtype) -> None:
+        self.config = config = weights.config
+        self.embedding = Embedding(weights[EMBEDDING], device, dtype)
+        self.layers = [Layer(weights, index, device, dtype) for index in range(config.num_layers)]
+        self.final_norm = norm_weight(weights, FINAL_NORM, device, dtype)
+        head = EMBEDDING if config.tie_embeddings else LM_HEAD
+        self.head = make_linear(weights[head], None, device, dtype)
+        self.cos_Th, self.sin_Th = (
+            torch.from_numpy(np.concatenate([table, table], axis=-1)).to(device)
+            for table in rotary_tables(config, max_len)
+        )
+
+    def kernels(self) -> tuple[str, ...]:
+        """How many linears, head included, run on which kernel."""
+        linears = [*(linear for layer in self.layers for linear in layer.linears), self.head]
+        counts = Counter(linear.kernel for linear in linears)
+        return tuple(f"{count} of {len(linears)} linears: {kernel}" for kernel, count in counts.items())
+
+    def forward(self, tokens_M: Tensor, slots_M: Tensor, positions_M: Tensor, cache: Cache) -> Tensor:
+        """Run tokens through the layers, writing their keys and values.
+
+        Args:
+            tokens_M: Ids.
+            slots_M: Slot of each; a run of one slot, or one token each of several.
+            positions_M: Position of each within its slot.
+            cache: Written first, then attended on.
+
+        Returns:
+            `[M, D]` before the final norm.
+        """
+        config = self.config
+        x_MD = self.embedding(tokens_M)
+        cos_Mh, sin_Mh = self.cos_Th[positions_M][:, None], self.sin_Th[positions_M][:, None]
+        window = int(positions_M.max()) + 1
+        past_T = torch.arange(window, device=positions_M.device)
+        visible_MT = past_T <= positions_M[:, None]
+        if config.sliding_window:
+            visible_MT &= positions_M[:, None] - past_T < config.sliding_window
+        for layer, keys_STKh, values_STKh in zip(self.layers, cache.keys, cache.values, strict=True):
+            inner_MD = rms_norm(x_MD, layer.input_norm, config.norm_eps)
+            q_MHh = self._heads(layer.q(inner_MD), layer.q_norm, cos_Mh, sin_Mh)
+            keys_STKh[slots_M, positions_M] = self._heads(layer.k(inner_MD), layer.k_norm, cos_Mh, sin_Mh)
+            values_STKh[slots_M, positions_M] = layer.v(inner_MD).unflatten(-1, (-1, config.head_dim))
+            attended = attend(q_MHh, keys_STKh[:, :window], values_STKh[:, :window], slots_M, visible_MT)
+            x_MD = x_MD + layer.o(attended)
+            inner_MD = rms_norm(x_MD, layer.mlp_norm, config.norm_eps)
+            x_MD = x_MD + layer.down(F.silu(layer.gate(inner_MD)) * layer.up(inner_MD))
+        return x_MD
+
+    def logits(self, x_MD: Tensor) -> Tensor:
+        """The head.
+
+        Args:
+            x_MD: From `forward`.
+
+        Returns:
+            float32 `[M, V]`.
+        """
+        return self.head(rms_norm(x_MD, self.final_norm, self.config.norm_eps)).float()
+
+    def _heads(self, x: Tensor, norm: Tensor | None, cos_Mh: Tensor, sin_Mh: Tensor) -> Tensor:
+        x_MHh = x.unflatten(-1, (-1, self.config.head_dim))
+        return rotate(rms_norm(x_MHh, norm, self.config.norm_eps), cos_Mh, sin_Mh)
+
+
+def norm_weight(weights: ModelWeights, name: str, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """A norm's weight in the compute type."""
+    loaded = weights[name]
+    assert not isinstance(loaded, QTensor)
+    return to_tensor(loaded).to(device=device, dtype=dtype)
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """``x / sqrt(mean(x^2) + eps) * weight`` in float32, rounded once; `x` itself without a weight."""
+    if weight is None:
+        return x
+    x32 = x.float()
+    return (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
+
+
+def rotate(x_MHh: Tensor, cos_Mh: Tensor, sin_Mh: Tensor) -> Tensor:
+    """Rotary positions: feature j is paired with j + h/2. In float32, rounded once."""
+    first, second = x_MHh.float().chunk(2, dim=-1)
+    turned = torch.cat([-second, first], dim=-1)
+    return (x_MHh.float() * cos_Mh + turned * sin_Mh).to(x_MHh.dtype)
+
+
+def attend(q_MHh: Tensor, keys_STKh: Tensor, values_STKh: Tensor, slots_M: Tensor, visible_MT: Tensor) -> Tensor:
+    """Grouped-query attention of each token on its slot's cache.
+
+    Args:
+        q_MHh: Queries.
+        keys_STKh: Cached keys of all slots, cut to the positions in use.
+        values_STKh: Cached values.
+        slots_M: Slot of each query.
+        visible_MT: Which positions each query sees.
+
+    Returns:
+        `[M, H * h]`.
+    """
+    num_tokens, num_heads, head_dim = q_MHh.shape
+    if num_tokens > 1 and bool((slots_M == slots_M[0]).all()):  # a run of one slot: queries share its keys
+        q_BHMh, mask = q_MHh.transpose(0, 1)[None], visible_MT[None, None]
+        slots_M = slots_M[:1]
+    else:
+        q_BHMh, mask = q_MHh[:, :, None], visible_MT[:, None, None]
+    k_BKTh, v_BKTh = keys_STKh[slots_M].transpose(1, 2), values_STKh[slots_M].transpose(1, 2)
+    out_BHMh = F.scaled_dot_product_attention(q_BHMh, k_BKTh, v_BKTh, attn_mask=mask, enable_gqa=True)
+    return out_BHMh.transpose(1, 2).reshape(num_tokens, num_heads * head_dim)
