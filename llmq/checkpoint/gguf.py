@@ -37,7 +37,9 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 
 #: Code of a scalar type in the header -> struct format, little-endian.
-_SCALARS = MappingProxyType(dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True)))
+_SCALARS: MappingProxyType[int, str] = MappingProxyType(
+    dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
+)
 _STRING, _ARRAY = 8, 9
 
 #: Formats stored as plain numbers -> dtype.
@@ -53,68 +55,6 @@ _BLOCKS = tuple(GGMLQuantizationType[name] for name in "Q8_0 Q4_0 Q4_1 Q5_0 Q5_1
 
 #: Elements of a block tensor decoded at once.
 _CHUNK = 1 << 20
-
-#: Per-pair divisors of the rotary frequencies, how GGUF stores the scaling of Llama 3.1.
-_ROPE_FACTORS = "rope_freqs.weight"
-
-_TOP = MappingProxyType({"token_embd.weight": EMBEDDING, "output_norm.weight": FINAL_NORM, "output.weight": LM_HEAD})
-_LAYER = MappingProxyType(
-    {
-        "attn_norm": "input_layernorm",
-        "attn_q": "self_attn.q_proj",
-        "attn_k": "self_attn.k_proj",
-        "attn_v": "self_attn.v_proj",
-        "attn_q_norm": "self_attn.q_norm",
-        "attn_k_norm": "self_attn.k_norm",
-        "attn_output": "self_attn.o_proj",
-        "ffn_norm": "post_attention_layernorm",
-        "ffn_gate": "mlp.gate_proj",
-        "ffn_up": "mlp.up_proj",
-        "ffn_down": "mlp.down_proj",
-    }
-)
-_LAYER_NAME = re.compile(r"blk\.(0|[1-9][0-9]*)\.(\w+)\.(weight|bias)")
-
-#: ``general.architecture`` -> architecture in ``config.json``.
-_ARCHITECTURES = MappingProxyType(
-    {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-)
-#: The one whose q and k rows are interleaved.
-_PERMUTED = "llama"
-
-#: Metadata that changes the computation -> the only value llmq computes, and what others mean.
-_NEUTRAL = MappingProxyType(
-    {
-        "expert_count": (0, "a mixture of experts"),
-        "attention.causal": (True, "attention to later positions"),
-        "attention.sliding_window": (0, "a sliding window"),
-        "attention.scale": (0.0, "a scale of its own on the scores"),
-        "attention.clamp_kqv": (0.0, "clamped projections"),
-        "attention.max_alibi_bias": (0.0, "ALiBi positions"),
-        "embedding_scale": (1.0, "scaled embeddings"),
-        "residual_scale": (1.0, "scaled residuals"),
-        "logit_scale": (1.0, "scaled logits"),
-        "rope.scale_linear": (1.0, "an old spelling of rotary scaling"),
-        "rope.scaling.attn_factor": (1.0, "a rotary attention factor of its own"),
-        "rope.scaling.yarn_attn_factor": (1.0, "a rotary attention factor of its own"),
-        "rope.scaling.yarn_ext_factor": (1.0, "partial YaRN extrapolation"),
-        "rope.scaling.yarn_log_multiplier": (0.0, "a YaRN variant"),
-    }
-)
-
-#: Tokens that end a turn or a text.
-_END_TOKENS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
-
-#: Metadata -> name in ``generation_config.json``.
-_SAMPLING = MappingProxyType(
-    {
-        "general.sampling.temp": "temperature",
-        "general.sampling.top_p": "top_p",
-        "general.sampling.top_k": "top_k",
-        "general.sampling.min_p": "min_p",
-        "general.sampling.penalty_repeat": "repetition_penalty",
-    }
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,67 +178,6 @@ class BlockTensor:
         return decoded.reshape(self.shape)
 
 
-class GGUFCheckpoint:
-    """Reads a file as `reader.CheckpointReader`.
-
-    Args:
-        path: A ``.gguf`` file.
-
-    Raises:
-        CheckpointError: It is damaged, truncated, incomplete or one part of several.
-        UnsupportedModelError: Its architecture, or something that changes the computation, is
-            not one llmq reads.
-    """
-
-    format = "gguf"
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.files: Mapping[str, Path] = {path.name: path}
-        self._metadata, stored = read_header(path)
-        factors = stored.pop(_ROPE_FACTORS, None)
-        self._stored = {_hf_name(path, name): tensor for name, tensor in stored.items()}
-        self.tensors: Mapping[str, TensorInfo] = {name: tensor.info for name, tensor in self._stored.items()}
-        self.config: Mapping[str, Any] = _rebuild_config(self._metadata, self.tensors)
-        if factors is not None:
-            self.config = {**self.config, "rope_scaling": _llama3_scaling(self.config, factors)}
-        check_tensors({name: info.shape for name, info in self.tensors.items()}, ModelConfig.from_dict(self.config))
-
-    def read(self, name: str) -> np.ndarray:
-        """One tensor, its rotary rows in Hugging Face's order; see `reader.CheckpointReader.read`."""
-        array = self._stored[name].read()
-        if self.config["model_type"] != _PERMUTED:
-            return array
-        if ".q_proj." in name:
-            return unpermute(array, self.config["num_attention_heads"])
-        if ".k_proj." in name:
-            return unpermute(array, self.config["num_key_value_heads"])
-        return array
-
-    def side_files(self) -> dict[str, bytes]:
-        """Tokenizer, chat template and generation defaults, rebuilt from the metadata."""
-        from llmq.checkpoint.gguf_tokenizer import tokenizer_files
-
-        return {**tokenizer_files(self._metadata), "generation_config.json": _generation_config(self._metadata)}
-
-
-def unpermute(array: np.ndarray, num_heads: int) -> np.ndarray:
-    """Undo the interleaving of rotary rows: within each head, even rows first, then odd ones.
-
-    Args:
-        array: Weight `[num_heads * head_dim, I]` or bias `[num_heads * head_dim]`.
-        num_heads: Heads along the first axis.
-
-    Returns:
-        A copy in Hugging Face's order.
-
-    Source:
-        llama.cpp ``convert_hf_to_gguf.py``, ``LlamaModel.permute``.
-    """
-    pairs = array.reshape(num_heads, -1, 2, *array.shape[1:])
-    return pairs.swapaxes(1, 2).reshape(array.shape)
-
-
 def read_header(path: Path) -> tuple[Metadata, dict[str, BlockTensor]]:
     """Read and check the header of a file.
 
@@ -326,7 +205,9 @@ def read_header(path: Path) -> tuple[Metadata, dict[str, BlockTensor]]:
             raise CheckpointError(f"{path}: the header is damaged or truncated ({err}).") from err
     metadata = Metadata(path, values)
     if (metadata.get("split.count", int) or 1) > 1:
-        raise CheckpointError(f"{path}: is one of {values['split.count']} parts; join them with llama-gguf-split --merge.")
+        raise CheckpointError(
+            f"{path}: is one of {values['split.count']} parts; join them with llama-gguf-split --merge."
+        )
     alignment = metadata.get("general.alignment", int)
     alignment = 32 if alignment is None else alignment
     if alignment < 1 or alignment & (alignment - 1):
@@ -343,7 +224,9 @@ def _check_version(path: Path, magic: bytes, version: int) -> None:
     if version and version & 0xFFFF == 0:
         raise CheckpointError(f"{path}: is a big-endian GGUF file; llmq reads little-endian ones.")
     if version not in VERSIONS:
-        raise CheckpointError(f"{path}: is GGUF version {version}; llmq reads versions 2 and 3, so convert the model again.")
+        raise CheckpointError(
+            f"{path}: is GGUF version {version}; llmq reads versions 2 and 3, so convert the model again."
+        )
 
 
 class _Cursor:
@@ -414,11 +297,15 @@ def _place(path: Path, name: str, start: int, shape: tuple[int, ...], code: int,
     known = (*_PLAIN, *_BLOCKS)
     if code not in known:
         stored = GGMLQuantizationType(code).name if code in GGMLQuantizationType else f"format {code}"
-        raise UnsupportedModelError(f"{path}: tensor {name} is stored as {stored}; llmq decodes {', '.join(t.name for t in known)}.")
+        raise UnsupportedModelError(
+            f"{path}: tensor {name} is stored as {stored}; llmq decodes {', '.join(t.name for t in known)}."
+        )
     tensor = BlockTensor(path, GGMLQuantizationType(code), shape, start + offset)
     block = GGML_QUANT_SIZES[tensor.type][0]
     if min(shape) < 1 or shape[-1] % block:
-        raise CheckpointError(f"{path}: tensor {name} has shape {list(shape)}, which {tensor.type.name} blocks of {block} do not fill.")
+        raise CheckpointError(
+            f"{path}: tensor {name} has shape {list(shape)}, which {tensor.type.name} blocks of {block} do not fill."
+        )
     return tensor
 
 
@@ -432,24 +319,154 @@ def _check_extents(path: Path, tensors: Mapping[str, BlockTensor], start: int, s
             raise CheckpointError(f"{path}: tensor {name} ends at byte {end} of a {size} byte file; it is truncated.")
 
 
+#: Per-pair divisors of the rotary frequencies, how GGUF stores the scaling of Llama 3.1.
+_ROPE_FACTORS = "rope_freqs.weight"
+
+_TOP = MappingProxyType({"token_embd.weight": EMBEDDING, "output_norm.weight": FINAL_NORM, "output.weight": LM_HEAD})
+_LAYER = MappingProxyType(
+    {
+        "attn_norm": "input_layernorm",
+        "attn_q": "self_attn.q_proj",
+        "attn_k": "self_attn.k_proj",
+        "attn_v": "self_attn.v_proj",
+        "attn_q_norm": "self_attn.q_norm",
+        "attn_k_norm": "self_attn.k_norm",
+        "attn_output": "self_attn.o_proj",
+        "ffn_norm": "post_attention_layernorm",
+        "ffn_gate": "mlp.gate_proj",
+        "ffn_up": "mlp.up_proj",
+        "ffn_down": "mlp.down_proj",
+    }
+)
+_LAYER_NAME = re.compile(r"blk\.(0|[1-9][0-9]*)\.(\w+)\.(weight|bias)")
+
+#: ``general.architecture`` -> architecture in ``config.json``.
+_ARCHITECTURES = MappingProxyType(
+    {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+)
+#: The one whose q and k rows are interleaved.
+_PERMUTED = "llama"
+
+#: Metadata that changes the computation -> the only value llmq computes, and what others mean.
+_NEUTRAL = MappingProxyType(
+    {
+        "expert_count": (0, "a mixture of experts"),
+        "attention.causal": (True, "attention to later positions"),
+        "attention.sliding_window": (0, "a sliding window"),
+        "attention.scale": (0.0, "a scale of its own on the scores"),
+        "attention.clamp_kqv": (0.0, "clamped projections"),
+        "attention.max_alibi_bias": (0.0, "ALiBi positions"),
+        "embedding_scale": (1.0, "scaled embeddings"),
+        "residual_scale": (1.0, "scaled residuals"),
+        "logit_scale": (1.0, "scaled logits"),
+        "rope.scale_linear": (1.0, "an old spelling of rotary scaling"),
+        "rope.scaling.attn_factor": (1.0, "a rotary attention factor of its own"),
+        "rope.scaling.yarn_attn_factor": (1.0, "a rotary attention factor of its own"),
+        "rope.scaling.yarn_ext_factor": (1.0, "partial YaRN extrapolation"),
+        "rope.scaling.yarn_log_multiplier": (0.0, "a YaRN variant"),
+    }
+)
+
+#: Tokens that end a turn or a text.
+_END_TOKENS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
+
+#: Metadata -> name in ``generation_config.json``.
+_SAMPLING = MappingProxyType(
+    {
+        "general.sampling.temp": "temperature",
+        "general.sampling.top_p": "top_p",
+        "general.sampling.top_k": "top_k",
+        "general.sampling.min_p": "min_p",
+        "general.sampling.penalty_repeat": "repetition_penalty",
+    }
+)
+
+
+class GGUFCheckpoint:
+    """Reads a file as `reader.CheckpointReader`.
+
+    Args:
+        path: A ``.gguf`` file.
+
+    Raises:
+        CheckpointError: It is damaged, truncated, incomplete or one part of several.
+        UnsupportedModelError: Its architecture, or something that changes the computation, is
+            not one llmq reads.
+    """
+
+    format = "gguf"
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.files: Mapping[str, Path] = {path.name: path}
+        self._metadata, stored = read_header(path)
+        factors = stored.pop(_ROPE_FACTORS, None)
+        self._stored = {_hf_name(path, name): tensor for name, tensor in stored.items()}
+        self.tensors: Mapping[str, TensorInfo] = {name: tensor.info for name, tensor in self._stored.items()}
+        self.config: Mapping[str, Any] = _rebuild_config(self._metadata, self.tensors)
+        if factors is not None:
+            self.config = {**self.config, "rope_scaling": _llama3_scaling(self.config, factors)}
+        check_tensors({name: info.shape for name, info in self.tensors.items()}, ModelConfig.from_dict(self.config))
+
+    def read(self, name: str) -> np.ndarray:
+        """One tensor, its rotary rows in Hugging Face's order; see `reader.CheckpointReader.read`."""
+        array = self._stored[name].read()
+        if self.config["model_type"] != _PERMUTED:
+            return array
+        if ".q_proj." in name:
+            return unpermute(array, self.config["num_attention_heads"])
+        if ".k_proj." in name:
+            return unpermute(array, self.config["num_key_value_heads"])
+        return array
+
+    def side_files(self) -> dict[str, bytes]:
+        """Tokenizer, chat template and generation defaults, rebuilt from the metadata."""
+        from llmq.checkpoint.gguf_tokenizer import tokenizer_files
+
+        return {**tokenizer_files(self._metadata), "generation_config.json": _generation_config(self._metadata)}
+
+
+def unpermute(array: np.ndarray, num_heads: int) -> np.ndarray:
+    """Undo the interleaving of rotary rows: within each head, even rows first, then odd ones.
+
+    Args:
+        array: Weight `[num_heads * head_dim, I]` or bias `[num_heads * head_dim]`.
+        num_heads: Heads along the first axis.
+
+    Returns:
+        A copy in Hugging Face's order.
+
+    Source:
+        llama.cpp ``convert_hf_to_gguf.py``, ``LlamaModel.permute``.
+    """
+    pairs = array.reshape(num_heads, -1, 2, *array.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(array.shape)
+
+
 def _hf_name(path: Path, name: str) -> str:
     match = _LAYER_NAME.fullmatch(name)
     if match and match[2] in _LAYER:
         return f"{layer_prefix(int(match[1]))}{_LAYER[match[2]]}.{match[3]}"
     if name in _TOP:
         return _TOP[name]
-    raise UnsupportedModelError(f"{path}: tensor {name} is not one of a Llama, Qwen2 or Qwen3 model; llmq leaves no tensor unaccounted for.")
+    raise UnsupportedModelError(
+        f"{path}: tensor {name} is not one of a Llama, Qwen2 or Qwen3 model; llmq leaves no tensor unaccounted for."
+    )
 
 
 def _rebuild_config(metadata: Metadata, tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
     """The ``config.json`` that the converter read, as far as the model needs it."""
     path, arch = metadata.path, metadata.require("general.architecture", str)
     if arch not in _ARCHITECTURES:
-        raise UnsupportedModelError(f"{path}: general.architecture is {arch!r}; llmq reads {', '.join(_ARCHITECTURES)} from GGUF.")
+        raise UnsupportedModelError(
+            f"{path}: general.architecture is {arch!r}; llmq reads {', '.join(_ARCHITECTURES)} from GGUF."
+        )
     for key, (neutral, meaning) in _NEUTRAL.items():
         value = metadata.get(f"{arch}.{key}", type(neutral))
         if value not in (None, neutral):
-            raise UnsupportedModelError(f"{path}: {arch}.{key} is {value}, {meaning}, which llmq does not read from GGUF.")
+            raise UnsupportedModelError(
+                f"{path}: {arch}.{key} is {value}, {meaning}, which llmq does not read from GGUF."
+            )
     if EMBEDDING not in tensors:
         raise CheckpointError(f"{path}: has no tensor token_embd.weight; it is incomplete.")
     count = _counts(metadata, arch)
@@ -457,7 +474,9 @@ def _rebuild_config(metadata: Metadata, tensors: Mapping[str, TensorInfo]) -> di
     head_dim = count("attention.key_length", hidden // heads)
     for key in ("attention.value_length", "rope.dimension_count"):
         if count(key, head_dim) != head_dim:
-            raise UnsupportedModelError(f"{path}: {arch}.{key} is {count(key)} where heads have {head_dim} features; llmq reads equal ones.")
+            raise UnsupportedModelError(
+                f"{path}: {arch}.{key} is {count(key)} where heads have {head_dim} features; llmq reads equal ones."
+            )
     optional = {
         "rope_scaling": _rope_scaling(metadata, arch),
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id", int),
@@ -510,7 +529,9 @@ def _end_tokens(metadata: Metadata) -> int | list[int] | None:
 
 def _generation_config(metadata: Metadata) -> bytes:
     sampling = {name: metadata.get(key, int if name == "top_k" else float) for key, name in _SAMPLING.items()}
-    sampling = {name: value if name == "top_k" else _decimal(value) for name, value in sampling.items() if value is not None}
+    sampling = {
+        name: value if name == "top_k" else _decimal(value) for name, value in sampling.items() if value is not None
+    }
     ids = {"bos_token_id": metadata.get("tokenizer.ggml.bos_token_id", int), "eos_token_id": _end_tokens(metadata)}
     known = {key: value for key, value in ids.items() if value is not None}
     return json.dumps({**known, **({"do_sample": True} if sampling else {}), **sampling}, indent=2).encode()
@@ -522,7 +543,9 @@ def _rope_scaling(metadata: Metadata, arch: str) -> dict[str, Any] | None:
     if kind in (None, "none"):
         return None
     if kind not in ("linear", "yarn"):
-        raise UnsupportedModelError(f"{metadata.path}: {prefix}.type is {kind!r}; llmq reads none, linear and yarn from GGUF.")
+        raise UnsupportedModelError(
+            f"{metadata.path}: {prefix}.type is {kind!r}; llmq reads none, linear and yarn from GGUF."
+        )
     scaling = {
         "rope_type": kind,
         "factor": _decimal(metadata.require(f"{prefix}.factor", float)),

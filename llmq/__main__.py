@@ -1,0 +1,5 @@
+"""``python -m llmq``."""
+
+from llmq.cli import main
+
+main()

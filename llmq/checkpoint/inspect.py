@@ -1,0 +1,149 @@
+"""What a directory holds, and a check of every byte of it."""
+
+import hashlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmq.checkpoint import layout
+from llmq.checkpoint.loader import ModelWeights, load_weights
+from llmq.checkpoint.reader import read_json
+from llmq.checkpoint.writer import INDEX, RECORD, entry_bytes, hash_tensor
+from llmq.config import Granularity, Scheme
+from llmq.errors import ArtifactError
+from llmq.model.names import expected_tensors
+
+
+def describe(
+    model: str, *, verify: bool = False, progress: Callable[[str, int, int], None] = lambda name, done, total: None
+) -> dict[str, Any]:
+    """Describe a checkpoint or an artifact.
+
+    Args:
+        model: A local path or hub id.
+        verify: Read every tensor and hold it against the layout and the record.
+        progress: Told of every tensor while verifying.
+
+    Returns:
+        A JSON object: path, format, architecture, files, num_bytes, quantization, coverage (one
+        row per weight) and, for an artifact, its record.
+
+    Raises:
+        CheckpointError: It cannot be read or is incomplete.
+        ArtifactError: It breaks the layout, or differs from its record.
+    """
+    weights = load_weights(model)
+    path = weights.reader.path
+    record = read_json(path / RECORD) if weights.quantization and (path / RECORD).is_file() else None
+    if verify:
+        _verify(weights, record, progress)
+    return {
+        "path": str(path),
+        "format": "llmq artifact" if weights.quantization else weights.reader.format,
+        "architecture": weights.config.architecture,
+        "files": {name: file.stat().st_size for name, file in weights.reader.files.items()},
+        "num_bytes": weights.num_bytes,
+        "quantization": weights.quantization.model_dump(mode="json") if weights.quantization else None,
+        "coverage": _coverage(weights, record),
+        "record": {key: value for key, value in record.items() if key != "coverage"} if record else None,
+    }
+
+
+def stored_scheme(name: str, entries: Mapping[str, layout.Entry]) -> Scheme:
+    """The grid of a stored matrix, read off its types and shapes.
+
+    Args:
+        name: Of the matrix.
+        entries: Stored name -> dtype and shape.
+
+    Returns:
+        Its scheme. A single group a row is per-channel.
+    """
+    shape = layout.check(name, entries)
+    scale_dtype, grid = entries[name + layout.SCALE]
+    blockwise = grid[-1] > 1
+    return Scheme(
+        num_bits=4 if entries[name + layout.VALUES][0] == np.uint8 else 8,
+        granularity=Granularity.BLOCKWISE if blockwise else Granularity.PER_CHANNEL,
+        symmetric=name + layout.ZERO not in entries,
+        group_size=shape[-1] // grid[-1] if blockwise else None,
+        scale_dtype=scale_dtype.name,
+    )
+
+
+def _coverage(weights: ModelWeights, record: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+    """One row per weight as it lies in the files; reasons and fidelity come from the record."""
+    noted = {row["name"]: row for row in record["coverage"]} if record else {}
+    rows = []
+    for name, expected in expected_tensors(weights.config).items():
+        quantized = weights.is_quantized(name)
+        scheme = stored_scheme(name, weights.entries) if quantized else None
+        parts = layout.entries(name, expected.shape, scheme) if scheme else {name: weights.entries[name]}
+        stored_bytes = sum(entry_bytes(entry) for entry in parts.values())
+        note = noted.get(name, {})
+        rows.append(
+            {
+                "name": name,
+                "kind": expected.kind,
+                "shape": list(expected.shape),
+                "action": "quantize" if quantized else "keep",
+                "scheme": scheme.model_dump(mode="json") if scheme else None,
+                "reason": note.get("reason", ""),
+                "source_bytes": note.get("source_bytes", stored_bytes),
+                "stored_bytes": stored_bytes,
+                "sqnr_db": note.get("sqnr_db"),
+            }
+        )
+    return rows
+
+
+def _verify(
+    weights: ModelWeights, record: Mapping[str, Any] | None, progress: Callable[[str, int, int], None]
+) -> None:
+    digest = hashlib.sha256()
+    done = 0
+    for name, info in weights.reader.tensors.items():
+        progress(name, done, weights.num_bytes)
+        tensor = weights.reader.read(name)
+        hash_tensor(digest, name, tensor)
+        _check_values(name, tensor)
+        done += info.num_bytes
+    if record is None:
+        if weights.quantization:
+            raise ArtifactError(f"{weights.reader.path / RECORD}: is missing, so the weights cannot be held against it.")
+        return
+    if record["weights_sha256"] != digest.hexdigest():
+        raise ArtifactError(f"{weights.reader.path}: the weights hash to {digest.hexdigest()}, {RECORD} says {record['weights_sha256']}; the artifact was changed.")
+    assert weights.quantization
+    if record["quantization"] != weights.quantization.model_dump(mode="json"):
+        raise ArtifactError(f"{weights.reader.path}: config.json and {RECORD} name different quantizations; the artifact was changed.")
+    _check_record(weights, record)
+    _check_total(weights.reader.path, weights.num_bytes)
+
+
+def _check_values(name: str, tensor: np.ndarray) -> None:
+    if tensor.dtype.kind not in "iu" and not np.isfinite(tensor.astype(np.float32)).all():
+        raise ArtifactError(f"{name}: holds NaN or infinity; the file is damaged.")
+    if name.endswith(layout.SCALE) and not (tensor.astype(np.float32) > 0).all():
+        raise ArtifactError(f"{name}: holds a scale that is not positive; the artifact is damaged.")
+
+
+def _check_record(weights: ModelWeights, record: Mapping[str, Any]) -> None:
+    for row in record["coverage"]:
+        if row["action"] == "drop":
+            continue
+        name = row["name"]
+        found = stored_scheme(name, weights.entries) if name in weights and weights.is_quantized(name) else None
+        claimed = Scheme(**row["scheme"]) if row["scheme"] else None
+        same = found == claimed or (found and claimed and (found.num_bits, found.symmetric) == (claimed.num_bits, claimed.symmetric) and claimed.group_size == row["shape"][-1])
+        if not same:
+            raise ArtifactError(f"{name}: is stored as {found or 'it was'}, {RECORD} says {claimed or 'kept'}; the artifact was changed.")
+
+
+def _check_total(path: Path, num_bytes: int) -> None:
+    if (path / INDEX).is_file():
+        total = read_json(path / INDEX).get("metadata", {}).get("total_size")
+        if total != num_bytes:
+            raise ArtifactError(f"{path / INDEX}: says total_size {total}, the tensors have {num_bytes} bytes.")

@@ -1,0 +1,49 @@
+"""The command line: which commands there are, and how an expected error ends.
+
+This is the only place where an `LlmqError` becomes one line on stderr and exit status 2. Commands
+import their work when they run, so that ``--help`` stays quick.
+"""
+
+import sys
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+
+from llmq.commands.convert import convert
+from llmq.commands.doctor import doctor
+from llmq.commands.generate import generate
+from llmq.commands.inspect import inspect
+from llmq.errors import LlmqError
+
+app = typer.Typer(
+    name="llmq",
+    help="From a bfloat16 checkpoint to a quantized model that answers, on TPU or GPU, with one set of numbers all the way.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"token_normalize_func": lambda token: token.replace("_", "-"), "help_option_names": ["-h", "--help"]},
+)
+for command in (convert, generate, inspect, doctor):
+    app.command()(command)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"llmq {version('llmq')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    _version: Annotated[bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Run the command line; the entry point ``llmq``."""
+    try:
+        app()
+    except LlmqError as err:
+        print(f"llmq: {err}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,124 @@
+"""``llmq convert``: a checkpoint to an artifact, without data."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from llmq.commands import options
+from llmq.config import Override, QuantizationConfig, validated
+
+
+def convert(
+    model: options.Model,
+    output: options.Output = None,
+    scheme: options.SchemeName = "int4_blockwise",
+    groupsize: options.GroupSize = None,
+    groupsize_fallback: options.GroupSizeFallback = False,
+    sym: options.Symmetric = None,
+    embedding: options.EmbeddingScheme = QuantizationConfig.model_fields["embedding"].default,
+    lm_head: options.HeadScheme = QuantizationConfig.model_fields["lm_head"].default,
+    ignore: options.Ignore = None,
+    override: options.Overrides = None,
+    dry_run: options.DryRun = False,
+    strict: options.Strict = False,
+    force: options.Force = False,
+    as_json: options.Json = False,
+) -> None:
+    """Quantize a checkpoint by rounding, without data, and write an artifact."""
+    config = validated(
+        QuantizationConfig,
+        scheme=scheme,
+        group_size=groupsize,
+        groupsize_fallback=groupsize_fallback,
+        embedding=embedding,
+        lm_head=lm_head,
+        ignore=tuple(ignore or ()),
+        overrides=tuple(Override.parse(text) for text in override or ()),
+        **({} if sym is None else {"symmetric": sym}),
+    )
+    from llmq.checkpoint.writer import check_target
+    from llmq.commands.terminal import byte_progress, human_bytes, print_json, say
+    from llmq.convert import convert, coverage_row, plan_conversion
+
+    plan = plan_conversion(model, config, strict=strict)
+    target = output or Path(f"{Path(model).resolve().stem}-{config.scheme}")
+    size = plan.artifact_bytes
+    if dry_run:
+        rows = [coverage_row(row) for row in plan.coverage]
+        print_coverage(rows)
+        say(f"{summary(rows)}; would write {human_bytes(size)} ({size:,} bytes) to {target}")
+        if as_json:
+            print_json({"dry_run": True, "output": str(target), "artifact_bytes": size, "coverage": rows})
+        return
+    check_target(target, plan.reader.path, force=force)
+    with byte_progress("converting") as progress:
+        record = convert(plan, target, force=force, command=["llmq", *sys.argv[1:]], progress=progress)
+    written = sum(file.stat().st_size for file in target.iterdir())
+    print_coverage(record["coverage"])
+    say(f"{summary(record['coverage'])}; {human_bytes(plan.source_bytes)} -> {human_bytes(written)} ({written:,} bytes) in {target}")
+    if as_json:
+        print_json({"output": str(target), "artifact_bytes": written, **record})
+
+
+def summary(coverage: Sequence[Mapping[str, Any]]) -> str:
+    """How much of each quantizable kind is quantized, in a line.
+
+    Args:
+        coverage: Rows of ``llmq.json``.
+
+    Returns:
+        As in ``210 of 210 linears, 1 of 1 embeddings quantized``.
+    """
+    names = {"linear": "linears", "embedding": "embeddings", "lm_head": "heads"}
+    counts = []
+    for kind, plural in names.items():
+        actions = [row["action"] for row in coverage if row["kind"] == kind]
+        if actions:
+            counts.append(f"{actions.count('quantize')} of {len(actions)} {plural}")
+    return ", ".join(counts) + " quantized"
+
+
+def print_coverage(coverage: Sequence[Mapping[str, Any]]) -> None:
+    """The coverage as a table; layers that fared alike share a line.
+
+    Args:
+        coverage: Rows of ``llmq.json``, which has every tensor by itself.
+    """
+    from llmq.commands.terminal import human_bytes, print_table
+
+    columns = ("tensor", "count", "becomes", "before", "after", "SQNR dB", "why")
+    rows = []
+    for (name, becomes, why), members in _alike(coverage).items():
+        levels = [row["sqnr_db"] for row in members if row.get("sqnr_db") is not None]
+        rows.append(
+            (
+                name,
+                str(len(members)),
+                becomes,
+                human_bytes(sum(row["source_bytes"] for row in members)),
+                human_bytes(sum(row["stored_bytes"] for row in members)),
+                _range(levels),
+                why,
+            )
+        )
+    print_table(columns, rows, numeric=("count", "before", "after", "SQNR dB"))
+
+
+def _alike(coverage: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str, str], list[Mapping[str, Any]]]:
+    from llmq.checkpoint.coverage import collapse
+    from llmq.config import Scheme
+
+    groups: dict[tuple[str, str, str], list[Mapping[str, Any]]] = {}
+    for row in coverage:
+        name = next(iter(collapse([row["name"]])))
+        becomes = str(Scheme(**row["scheme"])) if row["scheme"] else {"keep": "kept", "drop": "dropped"}[row["action"]]
+        groups.setdefault((name, becomes, row["reason"]), []).append(row)
+    return groups
+
+
+def _range(values: Sequence[float]) -> str:
+    if not values:
+        return ""
+    low, high = f"{min(values):.1f}", f"{max(values):.1f}"
+    return low if low == high else f"{low} .. {high}"
