@@ -34,7 +34,13 @@ PEAK = "print(next(int(l.split()[1]) * 1024 for l in open('/proc/self/status') i
 
 def write_synthetic(path: Path, gib: float) -> None:
     """A Llama of `gib` GiB of Gaussian bfloat16 weights, two layers a shard."""
-    shape = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 16384}
+    shape = {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 16384,
+    }
     config = {
         "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "max_position_embeddings": 2048,
         "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "torch_dtype": "bfloat16", **shape,
@@ -54,7 +60,9 @@ def write_synthetic(path: Path, gib: float) -> None:
         shards.setdefault(f"model-{layer:05d}.safetensors", []).append(name)
     expected = expected_tensors(ModelConfig.from_dict(config))
     for file, names in shards.items():
-        arrays = [(n, (rng.standard_normal(expected[n].shape, np.float32) * 0.02).astype(ml_dtypes.bfloat16)) for n in names]
+        arrays = [
+            (n, (rng.standard_normal(expected[n].shape, np.float32) * 0.02).astype(ml_dtypes.bfloat16)) for n in names
+        ]
         write_file(path / file, arrays, {"format": "pt"})
     weight_map = {name: file for file, names in shards.items() for name in names}
     (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
@@ -113,12 +121,18 @@ def main() -> None:
             f"convert(plan_conversion({str(source)!r}, QuantizationConfig(scheme='int4_blockwise')), Path({str(output)!r}), force=True)"
         )
         peak = peak_bytes(code) - peak_bytes("")
-        print(f"llmq {version('llmq')}, numpy {np.__version__}, python {platform.python_version()}, {platform.machine()}")
-        print(f"source {sum(t.num_bytes for t in tensors) / 2**30:.2f} GiB bfloat16 -> int4_blockwise, best of {args.repeats}")
+        print(
+            f"llmq {version('llmq')}, numpy {np.__version__}, python {platform.python_version()}, {platform.machine()}"
+        )
+        print(
+            f"source {sum(t.num_bytes for t in tensors) / 2**30:.2f} GiB bfloat16 -> int4_blockwise, best of {args.repeats}"
+        )
         print(f"convert                           {ours:6.2f} s")
         for name, base in zip(UPCASTS, bases, strict=True):
             print(f"read and upcast, {name:<14}   {base:6.2f} s   ratio {ours / base:.2f}")
-        print(f"peak memory      {peak / MIB:6.0f} MiB above a bare interpreter; 4 x the largest tensor + 200 MiB = {4 * largest / MIB + 200:.0f} MiB")
+        print(
+            f"peak memory      {peak / MIB:6.0f} MiB above a bare interpreter; 4 x the largest tensor + 200 MiB = {4 * largest / MIB + 200:.0f} MiB"
+        )
 
 
 if __name__ == "__main__":

@@ -16,12 +16,21 @@ from llmq.commands.generate import generate
 from llmq.commands.inspect import inspect
 from llmq.errors import LlmqError
 
+
+def _with_hyphens(token: str) -> str:
+    """``--max_tokens`` is ``--max-tokens``."""
+    return token.replace("_", "-")
+
+
 app = typer.Typer(
     name="llmq",
     help="From a bfloat16 checkpoint to a quantized model that answers, on TPU or GPU, with one set of numbers all the way.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    context_settings={"token_normalize_func": lambda token: token.replace("_", "-"), "help_option_names": ["-h", "--help"]},
+    context_settings={
+        "token_normalize_func": _with_hyphens,
+        "help_option_names": ["-h", "--help"],
+    },
 )
 for command in (convert, generate, inspect, doctor):
     app.command()(command)
@@ -35,7 +44,9 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def _options(
-    _version: Annotated[bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)] = False,
+    _version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
 ) -> None:
     pass
 

@@ -79,9 +79,7 @@ SCHEMES: MappingProxyType[str, Scheme] = MappingProxyType(
 )
 
 #: Names other tools use for the same rows.
-SYNONYMS: MappingProxyType[str, str] = MappingProxyType(
-    {"w4a16": "int4_blockwise", "w8a16": "int8_per_channel"}
-)
+SYNONYMS: MappingProxyType[str, str] = MappingProxyType({"w4a16": "int4_blockwise", "w8a16": "int8_per_channel"})
 
 
 def scheme_name(value: str, *, keep: bool = False) -> str:
@@ -122,7 +120,13 @@ class Override(Frozen):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read ``PATTERN=SCHEME``.
+        """Read an override from the command line.
+
+        Args:
+            text: As in ``PATTERN=SCHEME``.
+
+        Returns:
+            The override.
 
         Raises:
             ConfigError: There is no ``=``, the pattern is empty or the scheme unknown.
@@ -175,7 +179,9 @@ class QuantizationConfig(Frozen):
         names = [self.scheme, self.embedding, self.lm_head, *(o.scheme for o in self.overrides)]
         blockwise = any(n != KEEP and SCHEMES[n].granularity is Granularity.BLOCKWISE for n in names)
         if self.group_size is not None and not blockwise:
-            raise ValueError(f"group_size={self.group_size}: {self.scheme} has one scale per row; use a blockwise scheme or leave it out")
+            raise ValueError(
+                f"group_size={self.group_size}: {self.scheme} has one scale per row; use a blockwise scheme or leave it out"
+            )
         return self
 
     def row(self, name: str) -> Scheme:

@@ -8,7 +8,7 @@ import hashlib
 import importlib.metadata
 import math
 import platform
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -20,16 +20,13 @@ import numpy as np
 from llmq.checkpoint import layout
 from llmq.checkpoint.coverage import Action, TensorPlan, check_strict, plan_coverage
 from llmq.checkpoint.loader import ModelWeights, is_artifact
-from llmq.checkpoint.reader import CheckpointReader, open_checkpoint, refuse_quantized
+from llmq.checkpoint.reader import CheckpointReader, Progress, no_progress, open_checkpoint, refuse_quantized
 from llmq.checkpoint.writer import RECORD, ArtifactWriter, check_target, plan_shards, planned_bytes, stage, to_json
 from llmq.config import QuantizationConfig
 from llmq.errors import AlreadyQuantizedError, ArtifactError, CheckpointError
 from llmq.model.config import ModelConfig
 from llmq.quant.fidelity import Fidelity
 from llmq.quant.rows import NonFiniteWeightError, quantize_rows
-
-#: Called with the tensor at hand, the source bytes done and the source bytes in all.
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +89,10 @@ class ConversionPlan:
             "source": {
                 "model": self.model,
                 "format": self.reader.format,
-                "files": {name: {"sha256": source_hashes.get(name), "bytes": path.stat().st_size} for name, path in self.reader.files.items()},
+                "files": {
+                    name: {"sha256": source_hashes.get(name), "bytes": path.stat().st_size}
+                    for name, path in self.reader.files.items()
+                },
             },
             "quantization": self.config.model_dump(mode="json"),
             "weights_sha256": weights_sha256,
@@ -160,7 +160,7 @@ def convert(
     force: bool = False,
     command: Sequence[str] = (),
     num_threads: int | None = None,
-    progress: Progress = lambda name, done, total: None,
+    progress: Progress = no_progress,
 ) -> dict[str, Any]:
     """Write the artifact a plan describes, completely or not at all.
 
@@ -240,7 +240,9 @@ def _quantize(row: TensorPlan, tensor: np.ndarray, writer: ArtifactWriter, worke
 
 def _refuse_nonfinite(row: TensorPlan, finite: bool) -> None:
     if not finite:
-        raise CheckpointError(f"{row.name}: holds NaN, infinity or a value beyond 2^120; the checkpoint is damaged, nothing was written.")
+        raise CheckpointError(
+            f"{row.name}: holds NaN, infinity or a value beyond 2^120; the checkpoint is damaged, nothing was written."
+        )
 
 
 def _sha256(path: Path) -> str:
@@ -254,4 +256,6 @@ def _check_written(plan: ConversionPlan, writer: ArtifactWriter) -> None:
     planned = {row.name for row in plan.coverage if row.action is Action.QUANTIZE}
     found = {name for name in written if written.is_quantized(name)}
     if planned != found:
-        raise ArtifactError(f"{len(planned ^ found)} tensors are not stored as planned, {min(planned ^ found)} among them; nothing was written.")
+        raise ArtifactError(
+            f"{len(planned ^ found)} tensors are not stored as planned, {min(planned ^ found)} among them; nothing was written."
+        )

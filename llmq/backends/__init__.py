@@ -1,0 +1,1 @@
+"""Running a model: the contract, the registry, and one package per framework."""

@@ -43,7 +43,9 @@ def load_backend(name: str) -> Backend:
     try:
         return points[name].load()()
     except ImportError as err:
-        raise BackendError(f"backend={name!r}: needs {err.name or err}, which cannot be imported here; `llmq doctor` says what to install.") from err
+        raise BackendError(
+            f"backend={name!r}: needs {err.name or err}, which cannot be imported here; `llmq doctor` says what to install."
+        ) from err
 
 
 def select_backend(name: str, device: str | None) -> tuple[Backend, str | None]:

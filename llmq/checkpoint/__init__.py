@@ -1,0 +1,1 @@
+"""Reading checkpoints of any format, writing and loading artifacts."""

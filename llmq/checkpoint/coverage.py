@@ -137,7 +137,11 @@ def _choose_names(modules: Sequence[str], model: ModelConfig, config: Quantizati
         matched = [module for module in modules if matches(module)]
         if not matched:
             tied = model.tie_embeddings and matches(module_name(LM_HEAD))
-            hint = "the head is tied to the embedding, so use --embedding none" if tied else f"module names read like {modules[1]}"
+            hint = (
+                "the head is tied to the embedding, so use --embedding none"
+                if tied
+                else f"module names read like {modules[1]}"
+            )
             raise ConfigError(f"{option}={pattern!r}: matches no linear, embedding or head; {hint}.")
         chosen.update(dict.fromkeys(matched, (scheme, option)))
     return chosen
@@ -213,7 +217,9 @@ def _choose_group(scheme: Scheme, num_features: int, config: QuantizationConfig)
         return _Choice(scheme.model_copy(update={"group_size": asked}))
     size = next((g for g in AUTO_GROUP_SIZES if num_features % g == 0), None)
     if size is None:
-        return _Choice(None, f"none of the groups {', '.join(map(str, AUTO_GROUP_SIZES))} divides {num_features}", deviates=True)
+        return _Choice(
+            None, f"none of the groups {', '.join(map(str, AUTO_GROUP_SIZES))} divides {num_features}", deviates=True
+        )
     reason = f"group {asked} does not divide {num_features}" if asked else ""
     return _Choice(scheme.model_copy(update={"group_size": size}), reason, deviates=bool(asked))
 
@@ -229,7 +235,9 @@ def check_strict(rows: Sequence[TensorPlan]) -> None:
     """
     deviating = {row.name: row.reason for row in rows if row.deviates}
     if deviating:
-        listed = "; ".join(f"{name} ({count}): {deviating[first]}" for name, (count, first) in collapse(deviating).items())
+        listed = "; ".join(
+            f"{name} ({count}): {deviating[first]}" for name, (count, first) in collapse(deviating).items()
+        )
         raise CoverageError(f"strict: {len(deviating)} tensors would not be quantized as asked: {listed}.")
 
 
@@ -244,7 +252,7 @@ def count_kinds(rows: Iterable[TensorPlan]) -> dict[str, tuple[int, int]]:
     """
     counts: dict[str, tuple[int, int]] = {}
     for row in rows:
-        if row.kind in _QUANTIZABLE:
+        if row.kind and row.kind in _QUANTIZABLE:
             done, total = counts.get(row.kind, (0, 0))
             counts[row.kind] = (done + (row.action is Action.QUANTIZE), total + 1)
     return counts

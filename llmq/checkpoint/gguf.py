@@ -14,8 +14,9 @@ import math
 import mmap
 import re
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -51,7 +52,18 @@ _PLAIN = MappingProxyType(
     }
 )
 #: Formats stored as blocks of codes, read as float32.
-_BLOCKS = tuple(GGMLQuantizationType[name] for name in "Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q2_K Q3_K Q4_K Q5_K Q6_K".split())
+_BLOCKS = (
+    GGMLQuantizationType.Q8_0,
+    GGMLQuantizationType.Q4_0,
+    GGMLQuantizationType.Q4_1,
+    GGMLQuantizationType.Q5_0,
+    GGMLQuantizationType.Q5_1,
+    GGMLQuantizationType.Q2_K,
+    GGMLQuantizationType.Q3_K,
+    GGMLQuantizationType.Q4_K,
+    GGMLQuantizationType.Q5_K,
+    GGMLQuantizationType.Q6_K,
+)
 
 #: Elements of a block tensor decoded at once.
 _CHUNK = 1 << 20
@@ -404,9 +416,12 @@ class GGUFCheckpoint:
         self._stored = {_hf_name(path, name): tensor for name, tensor in stored.items()}
         self.tensors: Mapping[str, TensorInfo] = {name: tensor.info for name, tensor in self._stored.items()}
         self.config: Mapping[str, Any] = _rebuild_config(self._metadata, self.tensors)
+        try:
+            check_tensors({name: info.shape for name, info in self.tensors.items()}, ModelConfig.from_dict(self.config))
+        except CheckpointError as err:
+            raise type(err)(f"{path}: {err}") from err
         if factors is not None:
             self.config = {**self.config, "rope_scaling": _llama3_scaling(self.config, factors)}
-        check_tensors({name: info.shape for name, info in self.tensors.items()}, ModelConfig.from_dict(self.config))
 
     def read(self, name: str) -> np.ndarray:
         """One tensor, its rotary rows in Hugging Face's order; see `reader.CheckpointReader.read`."""
@@ -469,8 +484,12 @@ def _rebuild_config(metadata: Metadata, tensors: Mapping[str, TensorInfo]) -> di
             )
     if EMBEDDING not in tensors:
         raise CheckpointError(f"{path}: has no tensor token_embd.weight; it is incomplete.")
-    count = _counts(metadata, arch)
-    heads, hidden = count("attention.head_count"), count("embedding_length")
+    count = partial(_count, metadata, arch)
+    layers, heads, hidden = count("block_count"), count("attention.head_count"), count("embedding_length")
+    if layers > len(tensors):
+        raise CheckpointError(
+            f"{path}: {arch}.block_count is {layers} for {len(tensors)} tensors; the file is damaged."
+        )
     head_dim = count("attention.key_length", hidden // heads)
     for key in ("attention.value_length", "rope.dimension_count"):
         if count(key, head_dim) != head_dim:
@@ -488,7 +507,7 @@ def _rebuild_config(metadata: Metadata, tensors: Mapping[str, TensorInfo]) -> di
         "vocab_size": tensors[EMBEDDING].shape[0],
         "hidden_size": hidden,
         "intermediate_size": count("feed_forward_length"),
-        "num_hidden_layers": count("block_count"),
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": count("attention.head_count_kv", heads),
         "head_dim": head_dim,
@@ -504,17 +523,14 @@ def _rebuild_config(metadata: Metadata, tensors: Mapping[str, TensorInfo]) -> di
     }
 
 
-def _counts(metadata: Metadata, arch: str) -> Callable[..., int]:
-    def count(key: str, default: int | None = None) -> int:
-        name = f"{arch}.{key}"
-        value = metadata.require(name, int) if default is None else metadata.get(name, int)
-        value = default if value is None else value
-        assert value is not None
-        if value < 1:
-            raise CheckpointError(f"{metadata.path}: {name} is {value}; it must be 1 or more.")
-        return value
-
-    return count
+def _count(metadata: Metadata, arch: str, key: str, default: int | None = None) -> int:
+    name = f"{arch}.{key}"
+    value = metadata.get(name, int)
+    if value is None:
+        value = metadata.require(name, int) if default is None else default
+    if value < 1:
+        raise CheckpointError(f"{metadata.path}: {name} is {value}; it must be 1 or more.")
+    return value
 
 
 def _decimal(value: float) -> float:

@@ -8,6 +8,7 @@ falls back to bytes.
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -44,25 +45,40 @@ _TIKTOKEN_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}NUMBERS"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_LLAMA3_SPLIT = _TIKTOKEN_SPLIT.replace("NUMBERS", "{1,3}")
-_QWEN2_SPLIT = _TIKTOKEN_SPLIT.replace("NUMBERS", "")
 
 
-def _split(*patterns: str) -> pre_tokenizers.PreTokenizer:
+@dataclass(frozen=True, slots=True)
+class Splitting:
+    """How byte-level BPE prepares text.
+
+    Attributes:
+        pre_tokenizer: Cuts text into words.
+        normalizer: Applied before.
+        ignore_merges: A word that is a token is taken whole.
+        adds_bos: Texts get a BOS unless the file says otherwise.
+    """
+
+    pre_tokenizer: pre_tokenizers.PreTokenizer
+    normalizer: normalizers.Normalizer | None = None
+    ignore_merges: bool = False
+    adds_bos: bool = False
+
+
+def _at(*patterns: str) -> pre_tokenizers.PreTokenizer:
     splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
     return pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
 _GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
-_SMOLLM = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _GPT2])
-_LLAMA3 = _split(_LLAMA3_SPLIT)
-_QWEN2 = _split(_QWEN2_SPLIT)
+_SMOLLM = Splitting(pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _GPT2]))
+_LLAMA3 = Splitting(_at(_TIKTOKEN_SPLIT.replace("NUMBERS", "{1,3}")), ignore_merges=True, adds_bos=True)
+_QWEN2 = Splitting(_at(_TIKTOKEN_SPLIT.replace("NUMBERS", "")), normalizer=normalizers.NFC())
 
-#: ``tokenizer.ggml.pre`` -> how text is split.
-_PRE_TOKENIZERS = MappingProxyType(
+#: ``tokenizer.ggml.pre`` -> how text is prepared, as llama.cpp does.
+_SPLITTINGS = MappingProxyType(
     {
-        "gpt-2": _GPT2,
-        "default": _split(r"[\p{P}\$\+<=>\^~\|]+", _GPT2_SPLIT, r"\p{N}+", r"[0-9][0-9][0-9]"),
+        "gpt-2": Splitting(_GPT2),
+        "default": Splitting(_at(r"[\p{P}\$\+<=>\^~\|]+", _GPT2_SPLIT, r"\p{N}+", r"[0-9][0-9][0-9]")),
         "smollm": _SMOLLM,
         "starcoder": _SMOLLM,
         "llama3": _LLAMA3,
@@ -72,9 +88,6 @@ _PRE_TOKENIZERS = MappingProxyType(
         "deepseek-r1-qwen": _QWEN2,
     }
 )
-#: The splits of Llama 3 go with a BOS unless the file says otherwise, and with whole words first.
-_IS_LLAMA3 = frozenset(name for name, split in _PRE_TOKENIZERS.items() if split is _LLAMA3)
-_IS_QWEN2 = frozenset(name for name, split in _PRE_TOKENIZERS.items() if split is _QWEN2)
 
 
 def tokenizer_files(metadata: "Metadata") -> dict[str, bytes]:
@@ -168,20 +181,26 @@ def build_tokenizer(metadata: "Metadata") -> Tokenizer:
 
 def _byte_level(metadata: "Metadata", tokens: Sequence[str], types: Sequence[int]) -> Tokenizer:
     pre = metadata.require(f"{_PREFIX}pre", str)
-    if pre not in _PRE_TOKENIZERS:
+    if pre not in _SPLITTINGS:
         raise UnsupportedModelError(
-            f"{metadata.path}: {_PREFIX}pre is {pre!r}; llmq splits text like {', '.join(_PRE_TOKENIZERS)}."
+            f"{metadata.path}: {_PREFIX}pre is {pre!r}; llmq splits text like {', '.join(_SPLITTINGS)}."
         )
-    pairs = [tuple(merge.split(" ")) for merge in metadata.array(f"{_PREFIX}merges", str) or []]
-    if any(len(pair) != 2 for pair in pairs):
+    merges = [merge.partition(" ") for merge in metadata.array(f"{_PREFIX}merges", str) or []]
+    if any(not left or not right or " " in right for left, _, right in merges):
         raise CheckpointError(
             f"{metadata.path}: an entry of {_PREFIX}merges is not two pieces; the vocabulary is damaged."
         )
-    vocabulary = {token: i for i, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=pairs, ignore_merges=pre in _IS_LLAMA3))
-    if pre in _IS_QWEN2:
-        tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = _PRE_TOKENIZERS[pre]
+    splitting = _SPLITTINGS[pre]
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab={token: i for i, token in enumerate(tokens)},
+            merges=[(left, right) for left, _, right in merges],
+            ignore_merges=splitting.ignore_merges,
+        )
+    )
+    if splitting.normalizer:
+        tokenizer.normalizer = splitting.normalizer
+    tokenizer.pre_tokenizer = splitting.pre_tokenizer
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
@@ -252,7 +271,8 @@ def _added(metadata: "Metadata") -> dict[str, bool]:
     """Whether texts get a BOS and an EOS: what the file says, else what llama.cpp takes for granted."""
     bos = metadata.get(f"{_PREFIX}add_bos_token", bool)
     if bos is None:
-        bos = metadata.get(f"{_PREFIX}model", str) == "llama" or metadata.get(f"{_PREFIX}pre", str) in _IS_LLAMA3
+        splitting = _SPLITTINGS.get(metadata.get(f"{_PREFIX}pre", str) or "")
+        bos = metadata.get(f"{_PREFIX}model", str) == "llama" or bool(splitting and splitting.adds_bos)
     has_bos, has_eos = (metadata.get(f"{_PREFIX}{name}_token_id", int) is not None for name in ("bos", "eos"))
     eos = metadata.get(f"{_PREFIX}add_eos_token", bool) or False
     return {"add_bos_token": bos and has_bos, "add_eos_token": eos and has_eos}

@@ -92,7 +92,9 @@ def weight_files(path: Path) -> dict[str, Path]:
             names = list(dict.fromkeys(_weight_map(index).values()))
             for name in names:
                 if Path(name).name != name or not (path / name).is_file():
-                    raise CheckpointError(f"{path / name}: is missing, although {index.name} lists it; fetch the checkpoint again.")
+                    raise CheckpointError(
+                        f"{path / name}: is missing, although {index.name} lists it; fetch the checkpoint again."
+                    )
             return {name: path / name for name in names}
         if (path / f"{stem}{ending}").is_file():
             return {f"{stem}{ending}": path / f"{stem}{ending}"}
@@ -131,7 +133,9 @@ def read_stored(path: Path, files: Mapping[str, Path]) -> dict[str, StoredTensor
         weight_map = _weight_map(index)
         for name, file_name in weight_map.items():
             if name not in stored or stored[name].path.name != file_name:
-                raise CheckpointError(f"{path / file_name}: tensor {name} is missing, although {index.name} lists it there.")
+                raise CheckpointError(
+                    f"{path / file_name}: tensor {name} is missing, although {index.name} lists it there."
+                )
         extra = next((name for name in stored if name not in weight_map), None)
         if extra:
             raise CheckpointError(f"{stored[extra].path}: tensor {extra} is not in {index.name}.")

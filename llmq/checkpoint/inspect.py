@@ -1,7 +1,7 @@
 """What a directory holds, and a check of every byte of it."""
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +9,14 @@ import numpy as np
 
 from llmq.checkpoint import layout
 from llmq.checkpoint.loader import ModelWeights, load_weights
-from llmq.checkpoint.reader import read_json
+from llmq.checkpoint.reader import Progress, no_progress, read_json
 from llmq.checkpoint.writer import INDEX, RECORD, entry_bytes, hash_tensor
 from llmq.config import Granularity, Scheme
 from llmq.errors import ArtifactError
 from llmq.model.names import expected_tensors
 
 
-def describe(
-    model: str, *, verify: bool = False, progress: Callable[[str, int, int], None] = lambda name, done, total: None
-) -> dict[str, Any]:
+def describe(model: str, *, verify: bool = False, progress: Progress = no_progress) -> dict[str, Any]:
     """Describe a checkpoint or an artifact.
 
     Args:
@@ -69,7 +67,7 @@ def stored_scheme(name: str, entries: Mapping[str, layout.Entry]) -> Scheme:
         granularity=Granularity.BLOCKWISE if blockwise else Granularity.PER_CHANNEL,
         symmetric=name + layout.ZERO not in entries,
         group_size=shape[-1] // grid[-1] if blockwise else None,
-        scale_dtype=scale_dtype.name,
+        scale_dtype="float32" if scale_dtype == np.float32 else "bfloat16",
     )
 
 
@@ -99,9 +97,7 @@ def _coverage(weights: ModelWeights, record: Mapping[str, Any] | None) -> list[d
     return rows
 
 
-def _verify(
-    weights: ModelWeights, record: Mapping[str, Any] | None, progress: Callable[[str, int, int], None]
-) -> None:
+def _verify(weights: ModelWeights, record: Mapping[str, Any] | None, progress: Progress) -> None:
     digest = hashlib.sha256()
     done = 0
     for name, info in weights.reader.tensors.items():
@@ -112,13 +108,19 @@ def _verify(
         done += info.num_bytes
     if record is None:
         if weights.quantization:
-            raise ArtifactError(f"{weights.reader.path / RECORD}: is missing, so the weights cannot be held against it.")
+            raise ArtifactError(
+                f"{weights.reader.path / RECORD}: is missing, so the weights cannot be held against it."
+            )
         return
     if record["weights_sha256"] != digest.hexdigest():
-        raise ArtifactError(f"{weights.reader.path}: the weights hash to {digest.hexdigest()}, {RECORD} says {record['weights_sha256']}; the artifact was changed.")
+        raise ArtifactError(
+            f"{weights.reader.path}: the weights hash to {digest.hexdigest()}, {RECORD} says {record['weights_sha256']}; the artifact was changed."
+        )
     assert weights.quantization
     if record["quantization"] != weights.quantization.model_dump(mode="json"):
-        raise ArtifactError(f"{weights.reader.path}: config.json and {RECORD} name different quantizations; the artifact was changed.")
+        raise ArtifactError(
+            f"{weights.reader.path}: config.json and {RECORD} name different quantizations; the artifact was changed."
+        )
     _check_record(weights, record)
     _check_total(weights.reader.path, weights.num_bytes)
 
@@ -137,9 +139,16 @@ def _check_record(weights: ModelWeights, record: Mapping[str, Any]) -> None:
         name = row["name"]
         found = stored_scheme(name, weights.entries) if name in weights and weights.is_quantized(name) else None
         claimed = Scheme(**row["scheme"]) if row["scheme"] else None
-        same = found == claimed or (found and claimed and (found.num_bits, found.symmetric) == (claimed.num_bits, claimed.symmetric) and claimed.group_size == row["shape"][-1])
+        same = found == claimed or (
+            found
+            and claimed
+            and (found.num_bits, found.symmetric) == (claimed.num_bits, claimed.symmetric)
+            and claimed.group_size == row["shape"][-1]
+        )
         if not same:
-            raise ArtifactError(f"{name}: is stored as {found or 'it was'}, {RECORD} says {claimed or 'kept'}; the artifact was changed.")
+            raise ArtifactError(
+                f"{name}: is stored as {found or 'it was'}, {RECORD} says {claimed or 'kept'}; the artifact was changed."
+            )
 
 
 def _check_total(path: Path, num_bytes: int) -> None:

@@ -48,7 +48,10 @@ def entries(name: str, shape: tuple[int, ...], scheme: Scheme) -> dict[str, Entr
     packed = scheme.num_bits == 4
     grid = (dtype_of(np, scheme.scale_dtype), (*lead, num_groups))
     stored = {
-        name + VALUES: (np.dtype(np.uint8 if packed else np.int8), (*lead, num_features // 2 if packed else num_features)),
+        name + VALUES: (
+            np.dtype(np.uint8 if packed else np.int8),
+            (*lead, num_features // 2 if packed else num_features),
+        ),
         name + SCALE: grid,
     }
     if not scheme.symmetric:
@@ -96,11 +99,15 @@ def check(name: str, stored: Mapping[str, Entry]) -> tuple[int, ...]:
     if dtype == np.uint8:
         shape = (*shape[:-1], 2 * shape[-1])
     elif dtype != np.int8:
-        raise ArtifactError(f"{name}{VALUES}: is {dtype.name}, must be uint8 (int4 codes) or int8; the artifact is damaged.")
+        raise ArtifactError(
+            f"{name}{VALUES}: is {dtype.name}, must be uint8 (int4 codes) or int8; the artifact is damaged."
+        )
     grid = stored[name + SCALE]
     fits = len(shape) >= 2 and grid[1][:-1] == shape[:-1] and grid[1][-1] > 0 and shape[-1] % grid[1][-1] == 0
     if not fits or stored.get(name + ZERO, grid) != grid:
-        raise ArtifactError(f"{name}: values {list(shape)} and scale {list(grid[1])} do not fit together; the artifact is damaged.")
+        raise ArtifactError(
+            f"{name}: values {list(shape)} and scale {list(grid[1])} do not fit together; the artifact is damaged."
+        )
     return shape
 
 
@@ -131,6 +138,8 @@ def read_quantization(raw: Mapping[str, Any], made_by: str) -> QuantizationConfi
     """
     version = raw.get("format_version")
     if not isinstance(version, int) or version < 1 or version > FORMAT_VERSION:
-        raise ArtifactError(f"format_version={version!r}: written by llmq {made_by}, this llmq reads up to {FORMAT_VERSION}; upgrade llmq or convert again.")
+        raise ArtifactError(
+            f"format_version={version!r}: written by llmq {made_by}, this llmq reads up to {FORMAT_VERSION}; upgrade llmq or convert again."
+        )
     fields = {key: value for key, value in raw.items() if key not in ("quant_method", "format_version")}
     return validated(QuantizationConfig, **fields)

@@ -21,6 +21,9 @@ from llmq.quant import QTensor
 class ModelWeights(Mapping[str, "np.ndarray | QTensor"]):
     """A model's weights by name, each read when it is asked for.
 
+    Args:
+        reader: The open checkpoint.
+
     Attributes:
         reader: The open checkpoint.
         config: The model's description.
@@ -116,6 +119,8 @@ def logical_names(stored: Mapping[str, Any]) -> list[str]:
 
 def _made_by(path: Path) -> str:
     record = path / "llmq.json"
-    return str(read_json(record).get("llmq_version", "of an unknown version")) if record.is_file() else "of an unknown version"
-
-
+    return (
+        str(read_json(record).get("llmq_version", "of an unknown version"))
+        if record.is_file()
+        else "of an unknown version"
+    )

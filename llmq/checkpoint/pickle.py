@@ -65,7 +65,9 @@ def read_pickles(files: Mapping[str, Path]) -> dict[str, PickledTensor]:
         try:
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, KeyError) as err:
-            raise CheckpointError(f"{path}: is not a pickle of plain tensors, so it is not opened; convert it to safetensors where you trust it.") from err
+            raise CheckpointError(
+                f"{path}: is not a pickle of plain tensors, so it is not opened; convert it to safetensors where you trust it."
+            ) from err
         if not isinstance(state, dict) or not all(isinstance(t, torch.Tensor) for t in state.values()):
             raise CheckpointError(f"{path}: does not hold a state dict of plain tensors.")
         tensors.update({name: PickledTensor(tensor, path) for name, tensor in state.items()})

@@ -6,7 +6,7 @@ defaults). Nothing here holds more than the tensor it was asked for.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,6 +14,14 @@ from typing import Any, Protocol
 import numpy as np
 
 from llmq.errors import AlreadyQuantizedError, CheckpointError
+
+#: Called with the tensor at hand, the bytes done and the bytes in all.
+Progress = Callable[[str, int, int], None]
+
+
+def no_progress(_name: str, _done: int, _total: int) -> None:
+    """A `Progress` that tells nobody."""
+
 
 #: What llmq writes into ``quantization_config["quant_method"]``.
 QUANT_METHOD = "llmq"
@@ -88,7 +96,9 @@ def resolve_model(model: str) -> Path:
     if path.exists():
         return path
     if model.startswith((".", "/", "~")) or model.count("/") != 1:
-        raise CheckpointError(f"{model}: no such file or directory; give a model's directory, a .gguf file, or a hub id like organization/name.")
+        raise CheckpointError(
+            f"{model}: no such file or directory; give a model's directory, a .gguf file, or a hub id like organization/name."
+        )
     return _from_hub(model)
 
 
@@ -128,7 +138,9 @@ def open_checkpoint(model: str) -> CheckpointReader:
 
         return HuggingFaceCheckpoint(path)
     if path.is_dir():
-        raise CheckpointError(f"{path}: holds neither a config.json nor a single .gguf file; it is not a checkpoint llmq can read.")
+        raise CheckpointError(
+            f"{path}: holds neither a config.json nor a single .gguf file; it is not a checkpoint llmq can read."
+        )
     raise CheckpointError(f"{path}: is not a .gguf file; give the directory that holds the model's config.json.")
 
 
@@ -183,4 +195,6 @@ def refuse_quantized(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo
         raise AlreadyQuantizedError(f"{path}: is already quantized with {method}; {way_out}.")
     for name, info in tensors.items():
         if name.endswith("weight") and info.dtype.name not in ("bfloat16", "float16", "float32"):
-            raise AlreadyQuantizedError(f"{path}: tensor {name} is stored as {info.dtype.name}, so it is already quantized; {way_out}.")
+            raise AlreadyQuantizedError(
+                f"{path}: tensor {name} is stored as {info.dtype.name}, so it is already quantized; {way_out}."
+            )

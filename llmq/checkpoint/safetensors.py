@@ -68,7 +68,10 @@ class StoredTensor:
         return self.dtype.itemsize * int(np.prod(self.shape, dtype=np.int64))
 
     def read(self) -> np.ndarray:
-        """The tensor, in memory of its own.
+        """The tensor.
+
+        Returns:
+            An array in memory of its own.
 
         Raises:
             CheckpointError: The file ended early.
@@ -76,7 +79,7 @@ class StoredTensor:
         array = np.empty(self.shape, self.dtype)
         with self.path.open("rb") as file:
             file.seek(self.offset)
-            got = file.readinto(array.reshape(-1).view(np.uint8))
+            got = file.readinto(array.reshape(-1).view(np.uint8).data)
         if got != self.num_bytes:
             raise CheckpointError(f"{self.path}: ended after {got} of a tensor's {self.num_bytes} bytes.")
         return array
@@ -98,7 +101,9 @@ def read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
-            raise CheckpointError(f"{path}: the header claims {length} bytes of a {size} byte file; it is truncated or not safetensors.")
+            raise CheckpointError(
+                f"{path}: the header claims {length} bytes of a {size} byte file; it is truncated or not safetensors."
+            )
         text = file.read(length)
     try:
         header = json.loads(text)
@@ -130,7 +135,9 @@ def _check_contiguous(path: Path, tensors: Mapping[str, StoredTensor], start: in
             raise CheckpointError(f"{path}: tensor {name} overlaps another or leaves a hole.")
         end += tensor.num_bytes
     if end != size:
-        raise CheckpointError(f"{path}: the header accounts for {end} bytes, the file has {size}; it is truncated or damaged.")
+        raise CheckpointError(
+            f"{path}: the header accounts for {end} bytes, the file has {size}; it is truncated or damaged."
+        )
 
 
 def encode_header(entries: Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]], metadata: Mapping[str, str]) -> bytes:

@@ -8,7 +8,7 @@ import errno
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -103,6 +103,10 @@ _METADATA = {"format": "pt", "llmq_format_version": str(FORMAT_VERSION)}
 
 class ArtifactWriter:
     """Writes into a staging directory; `stage` makes one.
+
+    Args:
+        directory: Exists and is empty.
+        shards: File name -> stored name -> dtype and shape, as from `plan_shards`.
 
     Attributes:
         directory: The staging directory.
@@ -199,7 +203,7 @@ def check_target(target: Path, source: Path, *, force: bool) -> None:
 
 
 @contextmanager
-def stage(target: Path, shards: Mapping[str, Mapping[str, Entry]]) -> Iterator[ArtifactWriter]:
+def stage(target: Path, shards: Mapping[str, Mapping[str, Entry]]) -> Generator[ArtifactWriter]:
     """Write an artifact completely or not at all.
 
     Args:
@@ -250,5 +254,7 @@ def _swap(staging: Path, place: Path) -> None:
 
 def _output_error(err: OSError, target: Path, shards: Mapping[str, Mapping[str, Entry]]) -> OutputError:
     if err.errno in (errno.ENOSPC, errno.EDQUOT):
-        return OutputError(f"output={target}: the disk is full; {planned_bytes(shards):,} bytes are needed there, nothing was left behind.")
+        return OutputError(
+            f"output={target}: the disk is full; {planned_bytes(shards):,} bytes are needed there, nothing was left behind."
+        )
     return OutputError(f"output={target}: cannot be written ({err.strerror or err}); nothing was left behind.")

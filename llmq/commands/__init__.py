@@ -1,0 +1,1 @@
+"""Commands: options, one library call, one table."""

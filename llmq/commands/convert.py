@@ -56,7 +56,9 @@ def convert(
         record = convert(plan, target, force=force, command=["llmq", *sys.argv[1:]], progress=progress)
     written = sum(file.stat().st_size for file in target.iterdir())
     print_coverage(record["coverage"])
-    say(f"{summary(record['coverage'])}; {human_bytes(plan.source_bytes)} -> {human_bytes(written)} ({written:,} bytes) in {target}")
+    say(
+        f"{summary(record['coverage'])}; {human_bytes(plan.source_bytes)} -> {human_bytes(written)} ({written:,} bytes) in {target}"
+    )
     if as_json:
         print_json({"output": str(target), "artifact_bytes": written, **record})
 

@@ -27,7 +27,12 @@ def doctor(as_json: options.Json = False) -> None:
         try:
             rows.append(("extras", Probe(f"llmq[{extra}]", True, f"{package} {version(package)}")))
         except PackageNotFoundError:
-            rows.append(("extras", Probe(f"llmq[{extra}]", False, f"{package} is not installed", f"pip install 'llmq[{extra}]'")))
+            rows.append(
+                (
+                    "extras",
+                    Probe(f"llmq[{extra}]", False, f"{package} is not installed", f"pip install 'llmq[{extra}]'"),
+                )
+            )
     print_table(
         ("backend", "what", "usable", "detail", "fix"),
         [(name, p.name, "yes" if p.usable else "no", p.detail, p.fix) for name, p in rows],

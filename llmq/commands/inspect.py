@@ -9,7 +9,9 @@ from llmq.commands import options
 
 def inspect(
     model: options.Model,
-    verify: Annotated[bool, typer.Option("--verify", help="Read every byte and check every rule of the layout.")] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Read every byte and check every rule of the layout.")
+    ] = False,
     as_json: options.Json = False,
 ) -> None:
     """Show what a checkpoint or artifact holds: sizes, configuration, coverage, provenance."""
@@ -24,7 +26,10 @@ def inspect(
         say(f"{key:<13} {value}")
     if found["quantization"]:
         say(summary(found["coverage"]))
-    say(f"total         {human_bytes(found['num_bytes'])} in {len(found['files'])} weight files" + (", every byte verified" if verify else ""))
+    say(
+        f"total         {human_bytes(found['num_bytes'])} in {len(found['files'])} weight files"
+        + (", every byte verified" if verify else "")
+    )
     if as_json:
         print_json(found)
 
@@ -32,7 +37,9 @@ def inspect(
 def _facts(found: dict[str, Any]) -> dict[str, str]:
     facts = {"model": found["path"], "format": found["format"], "architecture": found["architecture"]}
     if found["quantization"]:
-        facts["quantization"] = ", ".join(f"{k}={v}" for k, v in found["quantization"].items() if v not in (None, [], False))
+        facts["quantization"] = ", ".join(
+            f"{k}={v}" for k, v in found["quantization"].items() if v not in (None, [], False)
+        )
     record = found["record"]
     if record:
         facts["made from"] = f"{record['source']['model']} by llmq {record['llmq_version']} on {record['created']}"

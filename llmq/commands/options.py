@@ -10,10 +10,18 @@ from llmq.config import SCHEMES, SYNONYMS
 _SCHEMES = ", ".join(SCHEMES)
 _SYNONYMS = ", ".join(f"{short} = {name}" for short, name in SYNONYMS.items())
 
-Model = Annotated[str, typer.Argument(help="A model's directory, a .gguf file, or a hub id like organization/name.", show_default=False)]
+Model = Annotated[
+    str,
+    typer.Argument(help="A model's directory, a .gguf file, or a hub id like organization/name.", show_default=False),
+]
 Output = Annotated[
     Path | None,
-    typer.Option("--output", "-o", help="Directory to create. Default: the model's name and the scheme, here.", show_default=False),
+    typer.Option(
+        "--output",
+        "-o",
+        help="Directory to create. Default: the model's name and the scheme, here.",
+        show_default=False,
+    ),
 ]
 SchemeName = Annotated[str, typer.Option("--scheme", help=f"One of {_SCHEMES} ({_SYNONYMS}).")]
 GroupSize = Annotated[
@@ -29,19 +37,30 @@ GroupSizeFallback = Annotated[
 ]
 Symmetric = Annotated[
     bool | None,
-    typer.Option("--sym/--asym", help="Whether code 0 stands for weight 0. Default: asymmetric for int4, symmetric for int8.", show_default=False),
+    typer.Option(
+        "--sym/--asym",
+        help="Whether code 0 stands for weight 0. Default: asymmetric for int4, symmetric for int8.",
+        show_default=False,
+    ),
 ]
 EmbeddingScheme = Annotated[str, typer.Option("--embedding", help="Scheme of the token embedding, or none to keep it.")]
 HeadScheme = Annotated[
-    str, typer.Option("--lm-head", help="Scheme of an untied head, or none to keep it. A tied head follows --embedding.")
+    str,
+    typer.Option("--lm-head", help="Scheme of an untied head, or none to keep it. A tied head follows --embedding."),
 ]
 Ignore = Annotated[
     list[str] | None,
-    typer.Option("--ignore", help="Keep the modules this glob matches, or regular expression after re:. Repeatable.", show_default=False),
+    typer.Option(
+        "--ignore",
+        help="Keep the modules this glob matches, or regular expression after re:. Repeatable.",
+        show_default=False,
+    ),
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Option("--override", help="PATTERN=SCHEME for single modules; the last match wins. Repeatable.", show_default=False),
+    typer.Option(
+        "--override", help="PATTERN=SCHEME for single modules; the last match wins. Repeatable.", show_default=False
+    ),
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and its size, write nothing.")]
 Strict = Annotated[bool, typer.Option("--strict", help="Fail if a tensor would not be quantized as asked.")]
@@ -50,12 +69,19 @@ Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on 
 BackendName = Annotated[str, typer.Option("--backend", help="tpu (JAX), gpu (torch), cpu (torch on the CPU), or auto.")]
 Device = Annotated[
     str | None,
-    typer.Option("--device", help="Device of the backend, as cpu, cuda or tpu. Default: its accelerator, else the CPU.", show_default=False),
+    typer.Option(
+        "--device",
+        help="Device of the backend, as cpu, cuda or tpu. Default: its accelerator, else the CPU.",
+        show_default=False,
+    ),
 ]
 DType = Annotated[
     str | None,
-    typer.Option("--dtype", help="Compute type: bfloat16 or float32. Default: what the device is good at.", show_default=False),
+    typer.Option(
+        "--dtype", help="Compute type: bfloat16 or float32. Default: what the device is good at.", show_default=False
+    ),
 ]
 MaxModelLen = Annotated[
-    int | None, typer.Option("--max-model-len", help="Context in tokens. Default: what the prompts need.", show_default=False)
+    int | None,
+    typer.Option("--max-model-len", help="Context in tokens. Default: what the prompts need.", show_default=False),
 ]

@@ -3,7 +3,7 @@
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +12,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 from rich.text import Text
 
-from llmq.convert import Progress as ConvertProgress
+from llmq.checkpoint.reader import Progress as ByteProgress
 
 #: Seconds between progress lines where there is no terminal.
 _LINE_EVERY = 10.0
@@ -75,7 +75,7 @@ def human_bytes(num_bytes: int) -> str:
 
 
 @contextmanager
-def byte_progress(title: str) -> Iterator[ConvertProgress]:
+def byte_progress(title: str) -> Generator[ByteProgress]:
     """Progress over bytes: a bar with time left on a terminal, plain lines elsewhere.
 
     Args:
@@ -87,13 +87,19 @@ def byte_progress(title: str) -> Iterator[ConvertProgress]:
     if not sys.stderr.isatty():
         yield _line_progress(title)
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn(), TextColumn("{task.fields[name]}", markup=False))
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[name]}", markup=False),
+    )
     with Progress(*columns, console=console(), transient=True) as bar:
         task = bar.add_task(title, name="")
         yield lambda name, done, total: bar.update(task, completed=done, total=total, name=name)
 
 
-def _line_progress(title: str) -> ConvertProgress:
+def _line_progress(title: str) -> ByteProgress:
     last = time.monotonic()
 
     def report(name: str, done: int, total: int) -> None:

@@ -1,0 +1,1 @@
+"""From token ids and logits to text: no framework, no HTTP."""

@@ -1,0 +1,1 @@
+"""What a model is, apart from its weights: configuration, names, tokenizer."""

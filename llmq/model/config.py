@@ -179,7 +179,9 @@ def _sliding_window(raw: Mapping[str, Any], family: Family) -> int | None:
     if kinds == {"full_attention"}:
         return None
     if len(kinds) > 1 or 0 < raw.get("max_window_layers", 0) < raw["num_hidden_layers"]:
-        raise UnsupportedModelError("layer_types: layers with and without a sliding window in one model are not supported.")
+        raise UnsupportedModelError(
+            "layer_types: layers with and without a sliding window in one model are not supported."
+        )
     return int(window)
 
 
@@ -198,8 +200,6 @@ def _rotary(raw: Mapping[str, Any]) -> Rotary:
         kind=kind,
         theta=theta,
         factor=params["factor"],
-        original_max_positions=_first(
-            params.get("original_max_position_embeddings"), raw["max_position_embeddings"]
-        ),
+        original_max_positions=_first(params.get("original_max_position_embeddings"), raw["max_position_embeddings"]),
         **{field: params[field] for field in fields if params.get(field) is not None},
     )

@@ -34,6 +34,7 @@ class Expected:
     kind: Kind
     shape: tuple[int, ...]
 
+
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
 FINAL_NORM = "model.norm.weight"
@@ -125,11 +126,19 @@ def check_tensors(shapes: Mapping[str, tuple[int, ...]], config: ModelConfig) ->
     expected = expected_tensors(config)
     missing = [name for name in expected if name not in shapes]
     if missing:
-        raise CheckpointError(f"{_listed(missing)}: in config.json's model but not in the checkpoint; it is incomplete.")
+        raise CheckpointError(
+            f"{_listed(missing)}: in config.json's model but not in the checkpoint; it is incomplete."
+        )
     unknown = [name for name in shapes if name not in expected and not droppable(name, config)]
     if unknown:
-        raise UnsupportedModelError(f"{_listed(unknown)}: not part of a {config.architecture}; llmq leaves no tensor unaccounted for.")
-    wrong = [f"{n} is {list(shapes[n])}, not {list(row.shape)}" for n, row in expected.items() if tuple(shapes[n]) != row.shape]
+        raise UnsupportedModelError(
+            f"{_listed(unknown)}: not part of a {config.architecture}; llmq leaves no tensor unaccounted for."
+        )
+    wrong = [
+        f"{n} is {list(shapes[n])}, not {list(row.shape)}"
+        for n, row in expected.items()
+        if tuple(shapes[n]) != row.shape
+    ]
     if wrong:
         raise CheckpointError(f"{_listed(wrong)}: the checkpoint does not fit its config.json.")
 

@@ -34,7 +34,7 @@ def rotary_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
 
 
 def rotary_tables(config: ModelConfig, num_positions: int) -> tuple[np.ndarray, np.ndarray]:
-    """cos and sin for positions 0 .. `num_positions` - 1.
+    """Cosine and sine for positions 0 .. `num_positions` - 1.
 
     Args:
         config: As for `rotary_frequencies`.

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any
 
 import jinja2
 import tokenizers
@@ -271,7 +271,7 @@ class TextStream:
 class _GenerationTag(Extension):
     """Accepts ``{% generation %}``, which marks the assistant's text for training, and prints its body."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags = {"generation"}
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
@@ -329,11 +329,16 @@ def _read_json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
 
 
 def _chat_template(files: Mapping[str, bytes], settings: Mapping[str, Any]) -> str | None:
-    if "chat_template.jinja" in files:
-        return files["chat_template.jinja"].decode()
-    template = settings.get("chat_template", _read_json(files, "chat_template.json").get("chat_template"))
-    if isinstance(template, list):
-        return next((row["template"] for row in template if row["name"] == "default"), None)
+    try:
+        if "chat_template.jinja" in files:
+            return files["chat_template.jinja"].decode()
+        template = settings.get("chat_template", _read_json(files, "chat_template.json").get("chat_template"))
+        if isinstance(template, list):
+            return next((row["template"] for row in template if row["name"] == "default"), None)
+    except (UnicodeDecodeError, KeyError, TypeError) as err:
+        raise CheckpointError(
+            f"chat_template: is neither text nor a list of names and templates ({_reason(err)})."
+        ) from err
     return template
 
 

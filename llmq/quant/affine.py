@@ -119,6 +119,7 @@ def choose_scale_zero(weight_OGg: Array, scheme: Scheme) -> tuple[Array, Array |
     """
     xp = aac.array_namespace(weight_OGg)
     num_steps = scheme.qmax - scheme.qmin
+    low_OG = None
     if scheme.symmetric:
         scale_OG = xp.max(xp.abs(weight_OGg), axis=-1) * _float32(2.0 / num_steps)
     else:
@@ -126,7 +127,7 @@ def choose_scale_zero(weight_OGg: Array, scheme: Scheme) -> tuple[Array, Array |
         scale_OG = (flush(xp, xp.max(weight_OGg, axis=-1)) - low_OG) * _float32(1.0 / num_steps)
     constant_OG = scale_OG < MIN_SCALE
     scale_OG = _round(xp, xp.where(constant_OG, xp.ones_like(scale_OG), scale_OG), scheme)
-    if scheme.symmetric:
+    if low_OG is None:
         return scale_OG, None, constant_OG
     zero_OG = xp.where(constant_OG, low_OG, low_OG - scheme.qmin * scale_OG)
     return scale_OG, _round(xp, flush(xp, zero_OG), scheme), constant_OG

@@ -15,11 +15,17 @@ FAMILIES = {
     "llama3-rope": {
         "rope_theta": 500000.0,
         "rope_scaling": {
-            "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
             "original_max_position_embeddings": 64,
         },
     },
-    "transformers-5-linear": {"rope_theta": None, "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}},
+    "transformers-5-linear": {
+        "rope_theta": None,
+        "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
+    },
     "yarn": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}},
     "mistral-window": {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 8},
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},

@@ -55,7 +55,9 @@ def probe() -> list[Probe]:
         rows.append(Probe("accelerator", False, detail, "" if built else "pip install --force-reinstall torch"))
     for name in ("_weight_int4pack_mm_for_cpu", "_weight_int8pack_mm"):
         found = has_kernel(name)
-        rows.append(Probe(f"kernel {name.strip('_')}", found, "CPU" if found else f"missing in torch {torch.__version__}"))
+        rows.append(
+            Probe(f"kernel {name.strip('_')}", found, "CPU" if found else f"missing in torch {torch.__version__}")
+        )
     return rows
 
 

@@ -50,9 +50,7 @@ class TorchModel:
     def decode(self, state: State, tokens: np.ndarray, positions: np.ndarray) -> tuple[State, np.ndarray]:
         """See `base.InferenceModel.decode`."""
         active = np.flatnonzero(positions >= 0)
-        x_MD = self._decoder.forward(
-            self._ids(tokens[active]), self._ids(active), self._ids(positions[active]), state
-        )
+        x_MD = self._decoder.forward(self._ids(tokens[active]), self._ids(active), self._ids(positions[active]), state)
         logits = np.zeros((self.caps.num_slots, self.caps.vocab_size), np.float32)
         logits[active] = self._decoder.logits(x_MD).cpu().numpy()
         return state, logits

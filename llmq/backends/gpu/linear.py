@@ -34,6 +34,9 @@ def to_tensor(array: np.ndarray) -> Tensor:
 class Linear:
     """``y = x @ weight.T + bias``.
 
+    Args:
+        bias: `[O]` in the compute type, or None.
+
     Attributes:
         kernel: What computes it, for people to read.
     """

@@ -30,9 +30,12 @@ class Embedding:
 
     def __init__(self, weight: np.ndarray | QTensor, device: torch.device, dtype: torch.dtype) -> None:
         self._dtype = dtype
-        parts = (weight.values, weight.scale, weight.zero) if isinstance(weight, QTensor) else (weight,)
-        self._parts = [None if part is None else to_tensor(part).to(device) for part in parts]
-        self._num_bits = weight.num_bits if isinstance(weight, QTensor) else None
+        if isinstance(weight, QTensor):
+            zero = None if weight.zero is None else to_tensor(weight.zero).to(device)
+            values, scale = to_tensor(weight.values).to(device), to_tensor(weight.scale).to(device)
+            self._weight: Tensor | QTensor = QTensor(values, scale, zero, weight.num_bits)
+        else:
+            self._weight = to_tensor(weight).to(device=device, dtype=dtype)
 
     def __call__(self, tokens_M: Tensor) -> Tensor:
         """Look up.
@@ -43,10 +46,12 @@ class Embedding:
         Returns:
             `[M, D]` in the compute type.
         """
-        rows = [None if part is None else part[tokens_M] for part in self._parts]
-        if self._num_bits is None:
-            return rows[0].to(self._dtype)
-        return dequantize(QTensor(*rows, num_bits=self._num_bits), str(self._dtype).removeprefix("torch."))
+        if isinstance(self._weight, Tensor):
+            return self._weight[tokens_M]
+        table = self._weight
+        zero = None if table.zero is None else table.zero[tokens_M]
+        rows = QTensor(table.values[tokens_M], table.scale[tokens_M], zero, table.num_bits)
+        return dequantize(rows, str(self._dtype).removeprefix("torch."))
 
 
 class Layer:
@@ -63,10 +68,9 @@ class Layer:
         at = layer_prefix(index)
 
         def linear(name: str) -> Linear:
-            bias = f"{at}{name}.bias"
-            loaded = weights[bias] if bias in weights else None
-            assert not isinstance(loaded, QTensor)
-            return make_linear(weights[f"{at}{name}.weight"], loaded, device, dtype)
+            bias = weights.get(f"{at}{name}.bias")
+            assert not isinstance(bias, QTensor)
+            return make_linear(weights[f"{at}{name}.weight"], bias, device, dtype)
 
         def norm(name: str) -> Tensor | None:
             key = f"{at}{name}.weight"
@@ -95,7 +99,9 @@ class Cache:
         dtype: Compute type.
     """
 
-    def __init__(self, config: ModelConfig, num_slots: int, max_len: int, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: ModelConfig, num_slots: int, max_len: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
         shape = (config.num_layers, num_slots, max_len, config.num_kv_heads, config.head_dim)
         self.keys = torch.zeros(shape, device=device, dtype=dtype)
         self.values = torch.zeros(shape, device=device, dtype=dtype)
