@@ -94,7 +94,10 @@ def plan_coverage(
     rows = []
     for name, row in expected.items():
         info = tensors[name]
-        choice = _choose(row.kind, chosen.get(module_name(name)), info.shape[-1], config)
+        if row.kind in _QUANTIZABLE:
+            choice = _choose(*chosen[module_name(name)], info.shape[-1], config)
+        else:
+            choice = _Choice(None, _NEVER[row.kind])
         scheme = choice.scheme
         rows.append(
             TensorPlan(
@@ -197,10 +200,7 @@ def collapse(names: Iterable[str]) -> dict[str, tuple[int, str]]:
     return rows
 
 
-def _choose(kind: Kind, chosen: tuple[str, str] | None, num_features: int, config: QuantizationConfig) -> _Choice:
-    if chosen is None:
-        return _Choice(None, _NEVER[kind])
-    name, option = chosen
+def _choose(name: str, option: str, num_features: int, config: QuantizationConfig) -> _Choice:
     if name == KEEP:
         return _Choice(None, f"--{option.replace('_', '-')} keeps it")
     scheme = config.row(name)
@@ -239,20 +239,3 @@ def check_strict(rows: Sequence[TensorPlan]) -> None:
             f"{name} ({count}): {deviating[first]}" for name, (count, first) in collapse(deviating).items()
         )
         raise CoverageError(f"strict: {len(deviating)} tensors would not be quantized as asked: {listed}.")
-
-
-def count_kinds(rows: Iterable[TensorPlan]) -> dict[str, tuple[int, int]]:
-    """How much of each quantizable kind is quantized.
-
-    Args:
-        rows: The plan.
-
-    Returns:
-        Kind -> (quantized, total), kinds that the model has.
-    """
-    counts: dict[str, tuple[int, int]] = {}
-    for row in rows:
-        if row.kind and row.kind in _QUANTIZABLE:
-            done, total = counts.get(row.kind, (0, 0))
-            counts[row.kind] = (done + (row.action is Action.QUANTIZE), total + 1)
-    return counts

@@ -308,15 +308,15 @@ def _unique(pairs: Iterator[tuple[str, Any]]) -> dict[str, Any]:
 def _place(path: Path, name: str, start: int, shape: tuple[int, ...], code: int, offset: int) -> BlockTensor:
     known = (*_PLAIN, *_BLOCKS)
     if code not in known:
-        stored = GGMLQuantizationType(code).name if code in GGMLQuantizationType else f"format {code}"
+        stored = {kind.value: kind.name for kind in GGMLQuantizationType}.get(code, f"format {code}")
         raise UnsupportedModelError(
-            f"{path}: tensor {name} is stored as {stored}; llmq decodes {', '.join(t.name for t in known)}."
+            f"{path}: tensor {name!r} is stored as {stored}; llmq decodes {', '.join(t.name for t in known)}."
         )
     tensor = BlockTensor(path, GGMLQuantizationType(code), shape, start + offset)
     block = GGML_QUANT_SIZES[tensor.type][0]
     if min(shape) < 1 or shape[-1] % block:
         raise CheckpointError(
-            f"{path}: tensor {name} has shape {list(shape)}, which {tensor.type.name} blocks of {block} do not fill."
+            f"{path}: tensor {name!r} has shape {list(shape)}, which {tensor.type.name} blocks of {block} do not fill."
         )
     return tensor
 
@@ -325,10 +325,10 @@ def _check_extents(path: Path, tensors: Mapping[str, BlockTensor], start: int, s
     end = start
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1].offset):
         if tensor.offset < end:
-            raise CheckpointError(f"{path}: tensor {name} overlaps the one before it; the header is damaged.")
+            raise CheckpointError(f"{path}: tensor {name!r} overlaps the one before it; the header is damaged.")
         end = tensor.offset + tensor.num_bytes
         if end > size:
-            raise CheckpointError(f"{path}: tensor {name} ends at byte {end} of a {size} byte file; it is truncated.")
+            raise CheckpointError(f"{path}: tensor {name!r} ends at byte {end} of a {size} byte file; it is truncated.")
 
 
 #: Per-pair divisors of the rotary frequencies, how GGUF stores the scaling of Llama 3.1.
@@ -465,7 +465,7 @@ def _hf_name(path: Path, name: str) -> str:
     if name in _TOP:
         return _TOP[name]
     raise UnsupportedModelError(
-        f"{path}: tensor {name} is not one of a Llama, Qwen2 or Qwen3 model; llmq leaves no tensor unaccounted for."
+        f"{path}: tensor {name!r} is not one of a Llama, Qwen2 or Qwen3 model; llmq leaves no tensor unaccounted for."
     )
 
 

@@ -145,16 +145,12 @@ def build_tokenizer(metadata: "Metadata") -> Tokenizer:
         UnsupportedModelError: The tokenizer, or its way to split text, is not one llmq knows.
     """
     tokens = metadata.array(f"{_PREFIX}tokens", str) or []
-    types = metadata.array(f"{_PREFIX}token_type", int) or [_NORMAL] * len(tokens)
-    if len(types) != len(tokens):
-        raise CheckpointError(
-            f"{metadata.path}: {_PREFIX}token_type has {len(types)} entries for {len(tokens)} tokens."
-        )
+    types = _types(metadata, tokens)
     model = metadata.require(f"{_PREFIX}model", str)
     if model not in _BUILDERS:
         raise UnsupportedModelError(f"{metadata.path}: {_PREFIX}model is {model!r}; llmq reads {', '.join(_BUILDERS)}.")
     try:
-        tokenizer = _BUILDERS[model](metadata, tokens, types)
+        tokenizer = _BUILDERS[model](metadata, tokens)
     except (CheckpointError, UnsupportedModelError):
         raise
     except Exception as err:  # the library raises nothing narrower
@@ -179,7 +175,7 @@ def build_tokenizer(metadata: "Metadata") -> Tokenizer:
     return tokenizer
 
 
-def _byte_level(metadata: "Metadata", tokens: Sequence[str], types: Sequence[int]) -> Tokenizer:
+def _byte_level(metadata: "Metadata", tokens: Sequence[str]) -> Tokenizer:
     pre = metadata.require(f"{_PREFIX}pre", str)
     if pre not in _SPLITTINGS:
         raise UnsupportedModelError(
@@ -205,7 +201,7 @@ def _byte_level(metadata: "Metadata", tokens: Sequence[str], types: Sequence[int
     return tokenizer
 
 
-def _sentencepiece(metadata: "Metadata", tokens: Sequence[str], types: Sequence[int]) -> Tokenizer:
+def _sentencepiece(metadata: "Metadata", tokens: Sequence[str]) -> Tokenizer:
     """As the ``tokenizer.json`` of Llama 2: the prefix space is a normalizer, the decoder strips it."""
     scores = metadata.array(f"{_PREFIX}scores", float) or []
     if len(scores) != len(tokens):
@@ -214,7 +210,7 @@ def _sentencepiece(metadata: "Metadata", tokens: Sequence[str], types: Sequence[
     tokenizer = Tokenizer(
         models.BPE(
             vocab={token: i for i, token in enumerate(tokens)},
-            merges=implied_merges(tokens, scores, types),
+            merges=implied_merges(tokens, scores, _types(metadata, tokens)),
             unk_token=tokens[0 if unknown is None else unknown],
             fuse_unk=True,
             byte_fallback=True,
@@ -256,6 +252,15 @@ def implied_merges(tokens: Sequence[str], scores: Sequence[float], types: Sequen
             if left in normal and right in normal:
                 ranked.append((-scores[i], i, -len(left), left, right))
     return [(left, right) for *_, left, right in sorted(ranked)]
+
+
+def _types(metadata: "Metadata", tokens: Sequence[str]) -> Sequence[int]:
+    types = metadata.array(f"{_PREFIX}token_type", int) or [_NORMAL] * len(tokens)
+    if len(types) != len(tokens):
+        raise CheckpointError(
+            f"{metadata.path}: {_PREFIX}token_type has {len(types)} entries for {len(tokens)} tokens."
+        )
+    return types
 
 
 def _token_id(metadata: "Metadata", key: str, tokens: Sequence[str]) -> int | None:

@@ -271,7 +271,7 @@ class TextStream:
 class _GenerationTag(Extension):
     """Accepts ``{% generation %}``, which marks the assistant's text for training, and prints its body."""
 
-    tags = {"generation"}
+    tags = {"generation"}  # noqa: RUF012 - jinja2 does not declare it a ClassVar
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)

@@ -1,0 +1,125 @@
+"""Which device JAX computes on, found out before JAX looks for itself.
+
+With the TPU runtime installed and no TPU in the machine, JAX's own search prints errors and takes
+seconds. So the chips are looked for here, in ``/dev``, and JAX is told the answer; a platform the
+user chose through ``JAX_PLATFORMS`` stays.
+
+Compiled programs are kept between runs in ``$XDG_CACHE_HOME/llmq/jax`` (``~/.cache/llmq/jax``),
+unless ``JAX_COMPILATION_CACHE_DIR`` names another place. The directory may be deleted at any time.
+"""
+
+import os
+from collections.abc import Sequence
+from importlib.metadata import entry_points, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from llmq.backends.base import Probe
+from llmq.errors import BackendError
+
+Device = Any  # jax.Device, which is not a type to type checkers
+
+#: Device nodes of TPU chips: the older driver's, and those handed to user space.
+CHIP_NODES = ("accel[0-9]*", "vfio/[0-9]*")
+
+#: The name of a device -> why it may be missing, and what JAX calls the platform.
+DEVICES = {
+    "cpu": ("JAX_PLATFORMS leaves it out", "cpu"),
+    "tpu": ("no TPU chip under /dev, or libtpu is not installed", "tpu"),
+    "gpu": ("JAX has no GPU plugin or there is no GPU", "cuda"),
+}
+
+
+def has_tpu_chip(dev: Path = Path("/dev")) -> bool:
+    """Whether the machine has a TPU chip.
+
+    Args:
+        dev: Where device nodes are.
+
+    Returns:
+        True when there is a node of one.
+    """
+    return any(next(dev.glob(pattern), None) for pattern in CHIP_NODES)
+
+
+def cache_directory() -> Path:
+    """Where compiled programs are kept.
+
+    Returns:
+        A directory; it need not exist.
+    """
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llmq" / "jax"
+
+
+def configure() -> None:
+    """Tell JAX its platforms and its cache. Changes nothing once JAX has begun to compute."""
+    if not jax.config.values["jax_platforms"]:
+        jax.config.update("jax_platforms", ",".join(_platforms()))
+    if not jax.config.values["jax_compilation_cache_dir"]:
+        jax.config.update("jax_compilation_cache_dir", str(cache_directory()))
+
+
+def _platforms() -> Sequence[str]:
+    found = []
+    if has_tpu_chip() and find_spec("libtpu"):
+        found.append("tpu")
+    if Path("/dev/nvidiactl").exists() and any("cuda" in point.name for point in entry_points(group="jax_plugins")):
+        found.append("cuda")
+    return [*found, "cpu"]
+
+
+def open_device(name: str | None) -> Device:
+    """The device to compute on.
+
+    Args:
+        name: A key of `DEVICES`; None takes an accelerator if there is one, else the CPU.
+
+    Returns:
+        The first device of that kind.
+
+    Raises:
+        BackendError: There is no such device here.
+    """
+    configure()
+    if name is not None and name not in DEVICES:
+        raise BackendError(
+            f"device={name!r}: backend tpu knows {', '.join(DEVICES)}; leave it out for the best one here."
+        )
+    reason, platform = DEVICES[name] if name else ("JAX finds none", None)
+    try:
+        return jax.devices(platform)[0]
+    except RuntimeError as err:
+        raise BackendError(f"device={name or 'auto'!r}: is not usable here ({reason}); use --device cpu.") from err
+
+
+def probe() -> list[Probe]:
+    """What of JAX is usable here.
+
+    Returns:
+        Rows ``jax``, ``accelerator`` and ``tpu compiler``. JAX itself is asked for devices only
+        where there is a chip.
+    """
+    return [
+        Probe("jax", True, f"jax {version('jax')}, jaxlib {version('jaxlib')}"),
+        _probe_accelerator(),
+        _probe_compiler(),
+    ]
+
+
+def _probe_accelerator() -> Probe:
+    if not has_tpu_chip():
+        return Probe("accelerator", False, "no TPU chip in this machine; JAX computes on the CPU")
+    try:
+        device = open_device("tpu")
+    except BackendError as err:
+        return Probe("accelerator", False, str(err), "pip install 'llmq[tpu]'")
+    return Probe("accelerator", True, f"{len(jax.devices('tpu'))} x {device.device_kind}")
+
+
+def _probe_compiler() -> Probe:
+    if find_spec("libtpu") is None:
+        return Probe("tpu compiler", False, "libtpu is not installed", "pip install 'llmq[tpu]'")
+    return Probe("tpu compiler", True, f"libtpu {version('libtpu')}: compiles for TPUs, with or without one")

@@ -1,0 +1,139 @@
+"""From a model's weights to `model.Params` on a device, one layer at a time.
+
+Each matrix is read, laid out in NumPy in its final width and let go. Consecutive layers of one
+structure become a segment, stacked leaf by leaf, so that a segment is never held twice. (On an
+accelerator the host holds int4 codes a byte each until they are on the device.)
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import jax
+import numpy as np
+
+from llmq.backends.tpu.device import Device
+from llmq.backends.tpu.linear import DenseLinear, EinsumLinear, Linear, QuantizedLinear, ScanLinear
+from llmq.backends.tpu.model import BLOCK, Layer, Params
+from llmq.backends.tpu.table import DenseTable, EinsumTable, QuantizedTable, ScanTable, Table
+from llmq.checkpoint.loader import ModelWeights
+from llmq.model.names import EMBEDDING, FINAL_NORM, LM_HEAD, layer_prefix
+from llmq.model.rotary import rotary_tables
+from llmq.quant import QTensor
+from llmq.quant.affine import dtype_of
+
+
+@dataclass(frozen=True, slots=True)
+class Layouts:
+    """The layouts of codes that a platform is fast with."""
+
+    linear: type[QuantizedLinear]
+    table: type[QuantizedTable]
+
+
+CPU_LAYOUTS = Layouts(ScanLinear, ScanTable)
+ACCELERATOR_LAYOUTS = Layouts(EinsumLinear, EinsumTable)
+
+
+def load_params(
+    weights: ModelWeights, layouts: Layouts, dtype: str, max_len: int, device: Device
+) -> tuple[Params, tuple[str, ...]]:
+    """Bring a model onto a device.
+
+    Args:
+        weights: The model.
+        layouts: How its codes lie.
+        dtype: Compute type: that of matrices without codes.
+        max_len: Positions of a slot.
+        device: Where to.
+
+    Returns:
+        The weights, and a line on each kernel they run on.
+    """
+    loader = _Loader(weights, layouts, dtype)
+    segments, kernels = [], Counter[str]()
+    layers = (loader.layer(index) for index in range(weights.config.num_layers))
+    for _, like in groupby(layers, _structure):
+        segment = list(like)
+        kernels.update(linear.kernel for layer in segment for linear in _linears(layer))
+        segments.append(_stacked(segment, device))
+    embedding = loader.table(EMBEDDING)
+    head = None if weights.config.tie_embeddings else loader.table(LM_HEAD)
+    num_positions = -(-max_len // BLOCK) * BLOCK
+    rest = (embedding, loader.array(FINAL_NORM), head, *rotary_tables(weights.config, num_positions))
+    embedding, final_norm_D, head, cos_Th, sin_Th = jax.device_put(rest, device)
+    params = Params(embedding, tuple(segments), final_norm_D, head, cos_Th, sin_Th)
+    return params, _kernel_lines(kernels, (head or embedding).kernel, len(segments))
+
+
+class _Loader:
+    """Reads and lays out one thing at a time."""
+
+    def __init__(self, weights: ModelWeights, layouts: Layouts, dtype: str) -> None:
+        self.weights = weights
+        self.layouts = layouts
+        self.dtype = dtype_of(np, dtype)
+
+    def layer(self, index: int) -> Layer:
+        at = layer_prefix(index)
+        return Layer(
+            attention_norm_D=self.array(f"{at}input_layernorm.weight"),
+            q=self.linear(f"{at}self_attn.q_proj"),
+            k=self.linear(f"{at}self_attn.k_proj"),
+            v=self.linear(f"{at}self_attn.v_proj"),
+            q_norm_h=self.optional(f"{at}self_attn.q_norm.weight"),
+            k_norm_h=self.optional(f"{at}self_attn.k_norm.weight"),
+            o=self.linear(f"{at}self_attn.o_proj"),
+            mlp_norm_D=self.array(f"{at}post_attention_layernorm.weight"),
+            gate=self.linear(f"{at}mlp.gate_proj"),
+            up=self.linear(f"{at}mlp.up_proj"),
+            down=self.linear(f"{at}mlp.down_proj"),
+        )
+
+    def linear(self, name: str) -> Linear:
+        weight, bias_O = self.weights[f"{name}.weight"], self.optional(f"{name}.bias")
+        if isinstance(weight, QTensor):
+            return self.layouts.linear.from_qtensor(weight, bias_O)
+        return DenseLinear(weight.T.astype(self.dtype), bias_O)
+
+    def table(self, name: str) -> Table:
+        weight = self.weights[name]
+        if isinstance(weight, QTensor):
+            return self.layouts.table.from_qtensor(weight)
+        return DenseTable(weight.astype(self.dtype))
+
+    def optional(self, name: str) -> np.ndarray | None:
+        return self.array(name) if name in self.weights else None
+
+    def array(self, name: str) -> np.ndarray:
+        """A norm or bias, in the type it is stored in: it is upcast where it is used."""
+        array = self.weights[name]
+        assert not isinstance(array, QTensor), name
+        return array
+
+
+def _structure(layer: Layer) -> tuple[Any, ...]:
+    leaves, tree = jax.tree.flatten(layer)
+    return tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+
+
+def _linears(layer: Layer) -> Iterator[Linear]:
+    yield from (layer.q, layer.k, layer.v, layer.o, layer.gate, layer.up, layer.down)
+
+
+def _stacked(layers: list[Layer], device: Device) -> Layer:
+    """Stack like layers on the device, giving up each leaf as soon as it is there."""
+    tree = jax.tree.structure(layers[0])
+    columns = [jax.tree.leaves(layer) for layer in layers]
+    layers.clear()
+    stacked = [jax.device_put(np.stack([column.pop(0) for column in columns]), device) for _ in range(tree.num_leaves)]
+    return jax.tree.unflatten(tree, stacked)
+
+
+def _kernel_lines(kernels: Counter[str], head: str, num_segments: int) -> tuple[str, ...]:
+    lines = [f"{count} linears: {kernel}" for kernel, count in kernels.most_common()]
+    if num_segments > 1:
+        lines.append(f"layers differ in structure: {num_segments} scanned segments")
+    return (*lines, f"head: {head}")

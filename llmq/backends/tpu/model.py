@@ -1,0 +1,269 @@
+"""The decoder, read from top to bottom: tokens in, cache updated, logits out.
+
+One function serves prefill and decode. A batch is B consecutive slots of N tokens each; prefill
+has one slot and many tokens, decode all slots and one token. A token at position -1 is padding: it
+is not written to the cache, and what is computed for it means nothing.
+
+Like layers lie stacked in segments and are scanned. The cache travels in the scan's carry, where
+XLA updates it in place; as a scanned input and output it would be copied whole at every layer.
+
+Shape letters: B slots of the batch, N tokens of each, D hidden, K kv heads, R query heads of each,
+h head size, L layers, S slots, T positions of a slot, t positions of a block, V vocabulary.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.tree_util import register_dataclass
+
+from llmq.backends.tpu.linear import Leaf, Linear
+from llmq.backends.tpu.table import Table
+from llmq.model.config import ModelConfig
+
+#: Positions that attention reads at a time; the cache is a whole number of blocks long. A block
+#: beyond a row's position changes none of its bits, so rows of any lengths share one loop.
+BLOCK = 128
+
+#: Below every score, and finite: a row that has seen nothing yet must not become NaN.
+LOWEST = -1e30
+
+
+@register_dataclass
+@dataclass(frozen=True)
+class Layer:
+    """Weights of one layer, or of a segment of layers along a leading axis."""
+
+    attention_norm_D: Leaf
+    q: Linear
+    k: Linear
+    v: Linear
+    q_norm_h: Leaf | None
+    k_norm_h: Leaf | None
+    o: Linear
+    mlp_norm_D: Leaf
+    gate: Linear
+    up: Linear
+    down: Linear
+
+
+@register_dataclass
+@dataclass(frozen=True)
+class Params:
+    """All weights.
+
+    Attributes:
+        embedding: The token matrix.
+        segments: Stacked layers, in order.
+        final_norm_D: Norm before the head.
+        head: None when tied to the embedding.
+        cos_Th, sin_Th: Rotary tables, `[T, h / 2]`.
+    """
+
+    embedding: Table
+    segments: tuple[Layer, ...]
+    final_norm_D: Leaf
+    head: Table | None
+    cos_Th: Leaf
+    sin_Th: Leaf
+
+
+@register_dataclass
+@dataclass(frozen=True)
+class Cache:
+    """Keys, after rotation, and values of every position."""
+
+    k_LSKTh: jax.Array
+    v_LSKTh: jax.Array
+
+
+@register_dataclass
+@dataclass(frozen=True)
+class Place:
+    """Where the tokens of a batch go.
+
+    Attributes:
+        slot: The first slot of the batch, a scalar.
+        position_BN: Position of each token, -1 for padding.
+        cos_BNh, sin_BNh: Rotation of each token, `[B, N, h / 2]`.
+    """
+
+    slot: jax.Array
+    position_BN: jax.Array
+    cos_BNh: jax.Array
+    sin_BNh: jax.Array
+
+
+def empty_cache(config: ModelConfig, num_slots: int, max_len: int, dtype: jax.typing.DTypeLike) -> Cache:
+    """A cache of zeros.
+
+    Args:
+        config: The model.
+        num_slots: S.
+        max_len: Positions of a slot, rounded up to whole blocks.
+        dtype: Compute type.
+
+    Returns:
+        The cache.
+    """
+    num_positions = -(-max_len // BLOCK) * BLOCK
+    shape = (config.num_layers, num_slots, config.num_kv_heads, num_positions, config.head_dim)
+    return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+
+@partial(jax.jit, static_argnames=("config", "dtype", "want_logits"), donate_argnames="cache")
+def forward(
+    config: ModelConfig,
+    dtype: str,
+    params: Params,
+    cache: Cache,
+    slot: jax.Array,
+    token_BN: jax.Array,
+    position_BN: jax.Array,
+    want_logits: bool,
+) -> tuple[Cache, jax.Array | None]:
+    """Write tokens into the cache and predict what follows each.
+
+    Args:
+        config: The model.
+        dtype: Compute type.
+        params: Its weights.
+        cache: Donated.
+        slot: First slot of the batch, int32 scalar.
+        token_BN: int32 `[B, N]`.
+        position_BN: int32 `[B, N]`, -1 for padding.
+        want_logits: Compute the head.
+
+    Returns:
+        The cache, and float32 `[B, N, V]` logits if they were wanted.
+    """
+    # Otherwise accelerators multiply float32 in bfloat16 passes.
+    with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
+        seen_BN = jnp.maximum(position_BN, 0)
+        place = Place(slot, position_BN, params.cos_Th[seen_BN], params.sin_Th[seen_BN])
+        x_BND = params.embedding.lookup(token_BN, dtype)
+
+        def step(
+            carry: tuple[jax.Array, Cache], scanned: tuple[jax.Array, Layer]
+        ) -> tuple[tuple[jax.Array, Cache], None]:
+            (x_BND, cache), (index, layer) = carry, scanned
+            x_BND, cache = _layer(config, layer, index, x_BND, cache, place)
+            return (x_BND, cache), None
+
+        first = 0
+        for segment in params.segments:
+            num_layers = segment.attention_norm_D.shape[0]
+            indices = jnp.arange(first, first + num_layers)
+            (x_BND, cache), _ = lax.scan(step, (x_BND, cache), (indices, segment))
+            first += num_layers
+        if not want_logits:
+            return cache, None
+        x_BND = _norm(x_BND, params.final_norm_D, config.norm_eps)
+        head = params.head or params.embedding
+        logits_MV = head.project(x_BND.reshape(-1, x_BND.shape[-1]))
+        return cache, logits_MV.reshape(*token_BN.shape, -1)
+
+
+def _layer(
+    config: ModelConfig, layer: Layer, index: jax.Array, x_BND: jax.Array, cache: Cache, place: Place
+) -> tuple[jax.Array, Cache]:
+    normed_BND = _norm(x_BND, layer.attention_norm_D, config.norm_eps)
+    attended_BND, cache = _attention(config, layer, index, normed_BND, cache, place)
+    x_BND = x_BND + attended_BND
+    normed_BND = _norm(x_BND, layer.mlp_norm_D, config.norm_eps)
+    gated = jax.nn.silu(_apply(layer.gate, normed_BND)) * _apply(layer.up, normed_BND)
+    return x_BND + _apply(layer.down, gated), cache
+
+
+def _attention(
+    config: ModelConfig, layer: Layer, index: jax.Array, x_BND: jax.Array, cache: Cache, place: Place
+) -> tuple[jax.Array, Cache]:
+    """Write the tokens' keys and values, then attend on what is stored."""
+
+    def heads(linear: Linear, norm_h: Leaf | None) -> jax.Array:
+        x = _apply(linear, x_BND).reshape(*x_BND.shape[:2], -1, config.head_dim)
+        return x if norm_h is None else _norm(x, norm_h, config.norm_eps)
+
+    q_BNHh = _rotate(heads(layer.q, layer.q_norm_h), place)
+    k_BNKh = _rotate(heads(layer.k, layer.k_norm_h), place)
+    cache = _write(cache, index, place, k_BNKh, heads(layer.v, None))
+    q_BNKRh = q_BNHh.reshape(*k_BNKh.shape[:3], -1, config.head_dim)
+    attended_BNKRh = _attend(q_BNKRh, cache, index, place, config.sliding_window)
+    return _apply(layer.o, attended_BNKRh.reshape(*x_BND.shape[:2], -1)), cache
+
+
+def _write(cache: Cache, index: jax.Array, place: Place, k_BNKh: jax.Array, v_BNKh: jax.Array) -> Cache:
+    num_positions = cache.k_LSKTh.shape[3]
+    # Padding goes to a position past the end, which drops it.
+    at_BN = jnp.where(place.position_BN < 0, num_positions, place.position_BN)
+    slot_B1 = place.slot + jnp.arange(at_BN.shape[0])[:, None]
+
+    def write(cache_LSKTh: jax.Array, new_BNKh: jax.Array) -> jax.Array:
+        return cache_LSKTh.at[index, slot_B1, :, at_BN].set(new_BNKh, mode="drop")
+
+    return Cache(write(cache.k_LSKTh, k_BNKh), write(cache.v_LSKTh, v_BNKh))
+
+
+def _attend(q_BNKRh: jax.Array, cache: Cache, index: jax.Array, place: Place, window: int | None) -> jax.Array:
+    """Softmax attention over the cache, a block of positions at a time, up to the last one in use.
+
+    Source:
+        The running maximum and sum: arXiv:1805.02867, algorithm 3.
+    """
+    num_slots, num_tokens, num_kv_heads, num_repeats, head_dim = q_BNKRh.shape
+    q_BNKRh = q_BNKRh * jnp.asarray(head_dim**-0.5, q_BNKRh.dtype)
+    position_BN1 = place.position_BN[:, :, None]
+
+    def read(cache_LSKTh: jax.Array, start: jax.Array) -> jax.Array:
+        sizes = (1, num_slots, num_kv_heads, BLOCK, head_dim)
+        return lax.dynamic_slice(cache_LSKTh, (index, place.slot, 0, start, 0), sizes)[0]
+
+    def add_block(
+        block: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        highest_BKRN, total_BKRN, out_BKRNh = carry
+        start = block * BLOCK
+        k_BKth, v_BKth = read(cache.k_LSKTh, start), read(cache.v_LSKTh, start)
+        seen_t = start + jnp.arange(BLOCK)
+        visible_BNt = seen_t <= position_BN1
+        if window is not None:
+            visible_BNt &= position_BN1 - seen_t < window
+        scores_BKRNt = jnp.einsum("BNKRh,BKth->BKRNt", q_BNKRh, k_BKth, preferred_element_type=jnp.float32)
+        scores_BKRNt = jnp.where(visible_BNt[:, None, None], scores_BKRNt, -jnp.inf)
+        raised_BKRN = jnp.maximum(highest_BKRN, jnp.max(scores_BKRNt, axis=-1))
+        shrink_BKRN = jnp.exp(highest_BKRN - raised_BKRN)
+        weight_BKRNt = jnp.exp(scores_BKRNt - raised_BKRN[..., None])
+        added_BKRNh = jnp.einsum(
+            "BKRNt,BKth->BKRNh", weight_BKRNt.astype(v_BKth.dtype), v_BKth, preferred_element_type=jnp.float32
+        )
+        total_BKRN = total_BKRN * shrink_BKRN + jnp.sum(weight_BKRNt, axis=-1)
+        return raised_BKRN, total_BKRN, out_BKRNh * shrink_BKRN[..., None] + added_BKRNh
+
+    rows = (num_slots, num_kv_heads, num_repeats, num_tokens)
+    start = (jnp.full(rows, LOWEST), jnp.zeros(rows), jnp.zeros((*rows, head_dim)))
+    num_blocks = jnp.max(place.position_BN) // BLOCK + 1
+    _, total_BKRN, out_BKRNh = lax.fori_loop(0, num_blocks, add_block, start)
+    # Padding has seen nothing; its total of 0 must not divide.
+    out_BKRNh = out_BKRNh / jnp.where(total_BKRN == 0, 1, total_BKRN)[..., None]
+    return out_BKRNh.transpose(0, 3, 1, 2, 4).astype(q_BNKRh.dtype)
+
+
+def _apply(linear: Linear, x_BNI: jax.Array) -> jax.Array:
+    return linear(x_BNI.reshape(-1, x_BNI.shape[-1])).reshape(*x_BNI.shape[:2], -1)
+
+
+def _norm(x: jax.Array, weight: Leaf, eps: float) -> jax.Array:
+    """Root-mean-square norm over the last axis, in float32."""
+    wide = x.astype(jnp.float32)
+    scaled = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return (scaled * weight.astype(jnp.float32)).astype(x.dtype)
+
+
+def _rotate(x_BNHh: jax.Array, place: Place) -> jax.Array:
+    """Rotate the pairs (j, j + h / 2) of each head, in float32."""
+    first, second = jnp.split(x_BNHh.astype(jnp.float32), 2, axis=-1)
+    cos, sin = place.cos_BNh[:, :, None], place.sin_BNh[:, :, None]
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x_BNHh.dtype)
