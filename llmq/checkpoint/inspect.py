@@ -134,20 +134,14 @@ def _check_values(name: str, tensor: np.ndarray) -> None:
 
 def _check_record(weights: ModelWeights, record: Mapping[str, Any]) -> None:
     for row in record["coverage"]:
+        name, claimed = row["name"], Scheme(**row["scheme"]) if row["scheme"] else None
         if row["action"] == "drop":
             continue
-        name = row["name"]
-        found = stored_scheme(name, weights.entries) if name in weights and weights.is_quantized(name) else None
-        claimed = Scheme(**row["scheme"]) if row["scheme"] else None
-        same = found == claimed or (
-            found
-            and claimed
-            and (found.num_bits, found.symmetric) == (claimed.num_bits, claimed.symmetric)
-            and claimed.group_size == row["shape"][-1]
-        )
-        if not same:
+        parts = layout.entries(name, tuple(row["shape"]), claimed) if claimed else {name: weights.entries.get(name)}
+        if any(weights.entries.get(part) != entry for part, entry in parts.items()) or None in parts.values():
+            found = stored_scheme(name, weights.entries) if weights.is_quantized(name) else "an unquantized tensor"
             raise ArtifactError(
-                f"{name}: is stored as {found or 'it was'}, {RECORD} says {claimed or 'kept'}; the artifact was changed."
+                f"{name}: is stored as {found}, {RECORD} says {claimed or 'kept'}; the artifact was changed."
             )
 
 

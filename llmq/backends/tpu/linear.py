@@ -156,7 +156,11 @@ class ScanLinear:
         values_BbO = np.ascontiguousarray(weight.values.T).reshape(-1, block_size, num_outputs)
         if weight.num_bits == 4:
             values_BbO = pack_halves(values_BbO, axis=1)
-        return cls(values_BbO, weight.scale.T, _transposed(weight.zero), bias_O, weight.num_bits)
+        # Float32 already here: XLA would move the conversion out of the scan over layers, and convert
+        # the grids of the whole model at every step.
+        scale_GO = weight.scale.T.astype(np.float32)
+        zero_GO = None if weight.zero is None else weight.zero.T.astype(np.float32)
+        return cls(values_BbO, scale_GO, zero_GO, bias_O, weight.num_bits)
 
     @property
     def kernel(self) -> str:
@@ -173,13 +177,13 @@ class ScanLinear:
         def add_block(y_MO: jax.Array, block: tuple[jax.Array, jax.Array, jax.Array | None]) -> tuple[jax.Array, None]:
             x, values, scale = block
             part_MO = self._product(x, values)
-            return y_MO + (part_MO if scale is None else part_MO * _float32(scale)), None
+            return y_MO + (part_MO if scale is None else part_MO * scale), None
 
         empty_MO = jnp.zeros((num_rows, num_outputs), jnp.float32)
         scale_BO = self.scale_GO if blockwise else None
         y_MO, _ = lax.scan(add_block, empty_MO, (x_BMb, self.values_BbO, scale_BO))
         if not blockwise:
-            y_MO = y_MO * _float32(self.scale_GO)
+            y_MO = y_MO * self.scale_GO
         y_MO += _zero_part(x_MI.reshape(num_rows, num_groups, -1), self.zero_GO)
         return _finish(y_MO, self.bias_O, x_MI)
 
