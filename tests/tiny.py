@@ -75,3 +75,19 @@ def write_tiny(path: Path, seed: int = 0, num_shards: int = 1, dtype: Any = ml_d
     """A tiny random checkpoint with `changes` to its config."""
     config = tiny_config(**changes)
     return write_checkpoint(path, config, random_tensors(config, seed, dtype), num_shards)
+
+
+def byte_tokenizer_files() -> dict[str, bytes]:
+    """Side files of a tokenizer with one token per byte: <pad> 0, <s> 1, </s> 2, then the bytes."""
+    import tokenizers
+    from tokenizers import AddedToken, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: i for i, token in enumerate(["<pad>", "<s>", "</s>", *alphabet])}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(token, special=True) for token in ("<pad>", "<s>", "</s>")])
+    template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    config = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True, "chat_template": template}
+    return {"tokenizer.json": backend.to_str().encode(), "tokenizer_config.json": json.dumps(config).encode()}

@@ -171,7 +171,10 @@ class BlockTensor:
         return TensorInfo(self.shape, _PLAIN.get(self.type, np.dtype(np.float32)), self.num_bytes, self.path.name)
 
     def read(self) -> np.ndarray:
-        """The tensor, in memory of its own.
+        """Decode it.
+
+        Returns:
+            The tensor, in memory of its own.
 
         Raises:
             CheckpointError: The file ended early.

@@ -217,7 +217,7 @@ def _sentencepiece(metadata: "Metadata", tokens: Sequence[str]) -> Tokenizer:
         )
     )
     spaces = normalizers.Replace(" ", _SPACE)
-    decoder = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    decoder: list[decoders.Decoder] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     if metadata.get(f"{_PREFIX}add_space_prefix", bool) is False:
         tokenizer.normalizer = spaces
     else:

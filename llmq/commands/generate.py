@@ -61,9 +61,11 @@ def generate(
     if max_len > context:
         raise ConfigError(f"max_model_len={max_len}: the model's context is {context}.")
 
-    opened = _open(weights, backend, device, dtype, max_len, stats)
-    from llmq.engine.generate import Session
+    from llmq.engine.generate import Session, check_fits
 
+    for ids in prompts:
+        check_fits(len(ids), params, max_len)
+    opened = _open(weights, backend, device, dtype, max_len, stats)
     session = Session(opened, tokenizer)
     if interactive:
         _converse(session, tokenizer, params, chat or tokenizer.has_chat_template, stats)

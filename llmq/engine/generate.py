@@ -40,6 +40,26 @@ class Completion:
     seed: int | None = None
 
 
+def check_fits(num_tokens: int, params: SamplingParams, max_len: int) -> None:
+    """Refuse a request that a slot cannot hold.
+
+    Args:
+        num_tokens: Tokens of the prompt.
+        params: Uses `max_tokens`.
+        max_len: Positions of the slot.
+
+    Raises:
+        ConfigError: The prompt is empty, or it and `max_tokens` exceed `max_len`.
+    """
+    if num_tokens == 0:
+        raise ConfigError("prompt: has no tokens; give some text.")
+    if num_tokens + params.max_tokens > max_len:
+        raise ConfigError(
+            f"prompt of {num_tokens} tokens and max_tokens={params.max_tokens}: exceed the context of {max_len}; "
+            "shorten the prompt, lower --max-tokens or raise --max-model-len."
+        )
+
+
 class Session:
     """A conversation.
 
@@ -73,7 +93,7 @@ class Session:
         Raises:
             ConfigError: The prompt is empty, or it and `max_tokens` exceed the context.
         """
-        self._check_length(len(prompt), params)
+        check_fits(len(prompt), params, self._model.caps.max_len)
         params = resolve_seed(params)
         start = time.perf_counter()
         self.last = done = Completion(len(prompt), self._prefill(prompt), seed=params.seed)
@@ -96,16 +116,6 @@ class Session:
         rest = stream.finish()
         if rest:
             yield rest
-
-    def _check_length(self, num_tokens: int, params: SamplingParams) -> None:
-        limit = self._model.caps.max_len
-        if num_tokens == 0:
-            raise ConfigError("prompt: has no tokens; give some text.")
-        if num_tokens + params.max_tokens > limit:
-            raise ConfigError(
-                f"prompt of {num_tokens} tokens and max_tokens={params.max_tokens}: exceed the context of {limit}; "
-                "shorten the prompt, lower --max-tokens or raise --max-model-len."
-            )
 
     def _prefill(self, prompt: Sequence[int]) -> int:
         """Write all but the last token; returns how many were there already."""

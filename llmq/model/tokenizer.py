@@ -44,7 +44,16 @@ _REPLACEMENT = "\ufffd"
 
 
 class Tokenizer:
-    """A model's tokenizer, chat template and end-of-sequence tokens.
+    """A model's tokenizer, chat template and end-of-sequence tokens; `from_files` makes one.
+
+    Args:
+        backend: The library's tokenizer.
+        special_tokens: Name -> text, for the chat template.
+        bos_token_id: As the attribute.
+        adds_bos: As the attribute.
+        eos_token_ids: As the attribute.
+        chat_template: As the attribute.
+        generation_defaults: As the attribute.
 
     Attributes:
         bos_token_id: Beginning-of-sequence token; None where there is none.
@@ -284,8 +293,8 @@ def _environment() -> ImmutableSandboxedEnvironment:
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
     )
     environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
+    functions: dict[str, Any] = {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+    environment.globals.update(functions)
     return environment
 
 
@@ -297,6 +306,10 @@ def _to_json(
 
 def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)
 
 
 def _reason(err: Exception) -> str:

@@ -350,7 +350,7 @@ class TestRotaryScaling:
         config = tiny_config(num_hidden_layers=1, head_dim=64)
         tensors = {**random_tensors(config), "rope_freqs.weight": divisors}
         path = write_gguf(tmp_path / "m.gguf", config, tensors, formats={"rope_freqs.weight": Format.F32})
-        with pytest.raises(UnsupportedModelError, match="rope_freqs.weight does not follow"):
+        with pytest.raises(UnsupportedModelError, match=r"rope_freqs\.weight does not follow"):
             GGUFCheckpoint(path)
 
     def test_linear_and_yarn(self, tmp_path: Path) -> None:
@@ -396,7 +396,7 @@ class TestRefused:
     def test_unknown_tensor(self, tmp_path: Path) -> None:
         config = tiny_config(num_hidden_layers=1)
         tensors = {**random_tensors(config), "blk.0.attn_sinks.weight": np.ones(4, np.float32)}
-        with pytest.raises(UnsupportedModelError, match="attn_sinks.weight' is not one of"):
+        with pytest.raises(UnsupportedModelError, match=r"attn_sinks\.weight' is not one of"):
             GGUFCheckpoint(write_gguf(tmp_path / "m.gguf", config, tensors))
 
     def test_unknown_block_format(self, tmp_path: Path) -> None:
@@ -404,7 +404,7 @@ class TestRefused:
         tensors = random_tensors(config)
         tensors[DOWN] = np.zeros((128, 66), np.uint8)
         path = write_gguf(tmp_path / "m.gguf", config, tensors, formats={DOWN: Format.IQ2_XXS})
-        with pytest.raises(UnsupportedModelError, match="ffn_down.weight' is stored as IQ2_XXS; llmq decodes F32"):
+        with pytest.raises(UnsupportedModelError, match=r"ffn_down\.weight' is stored as IQ2_XXS; llmq decodes F32"):
             GGUFCheckpoint(path)
 
 
@@ -418,7 +418,7 @@ def after(data: bytes, text: bytes, skip: int = 0) -> int:
 
 
 DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
-    "empty": (lambda d: b"", "has 0 bytes"),
+    "empty": (lambda d: d[:0], "has 0 bytes"),
     "magic": (lambda d: b"GGML" + d[4:], "not a GGUF file"),
     "version 1": (lambda d: edit(d, 4, "I", 1), "GGUF version 1"),
     "version 9": (lambda d: edit(d, 4, "I", 9), "GGUF version 9"),
@@ -465,8 +465,7 @@ class TestDamaged:
         checkpoint = GGUFCheckpoint(path)
         path.write_bytes(whole[: len(whole) // 2])
         with pytest.raises(CheckpointError, match="ended after"):
-            for name in checkpoint.tensors:
-                checkpoint.read(name)
+            [checkpoint.read(name) for name in checkpoint.tensors]
 
     @settings(max_examples=200, deadline=2000, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(edits=st.lists(st.tuples(st.integers(0, 2500), st.integers(0, 255)), min_size=1, max_size=4))
@@ -476,10 +475,12 @@ class TestDamaged:
             data[position] = byte
         path = tmp_path / "m.gguf"
         path.write_bytes(data)
+        error = None
         try:
             checkpoint = GGUFCheckpoint(path)
             for name in checkpoint.tensors:
                 checkpoint.read(name)
             checkpoint.side_files()
         except LlmqError as err:
-            assert str(path) in str(err)
+            error = str(err)
+        assert error is None or (str(path) in error and "\n" not in error)

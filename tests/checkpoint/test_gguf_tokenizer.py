@@ -1,6 +1,7 @@
 """Tokenizers rebuilt from GGUF metadata, held against transformers and independent expectations."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +148,7 @@ class TestByteLevel:
     )
     def test_bos(self, pre: str, declared: bool | None, adds: bool) -> None:
         tokenizer = build_tokenizer(byte_level(pre, add_bos_token=declared))
-        assert tokenizer.encode("abc").tokens == ["<s>", "abc"] if adds else ["abc"]
+        assert tokenizer.encode("abc").tokens == [*(["<s>"] if adds else []), "abc"]
 
     def test_eos_behind_and_in_pairs(self) -> None:
         tokenizer = build_tokenizer(byte_level("gpt-2", add_bos_token=True, add_eos_token=True))
@@ -189,9 +190,7 @@ def sentencepiece(**values: Any) -> Metadata:
 def expected_pieces(text: str) -> list[str]:
     """SentencePiece's BPE by its definition: join the best-scored adjacent pair, leftmost first."""
     pieces = list("▁" + text.replace(" ", "▁")) if text else []
-    while pairs := [
-        (PIECES.index(a + b), i) for i, (a, b) in enumerate(zip(pieces, pieces[1:], strict=False)) if a + b in PIECES
-    ]:
+    while pairs := [(PIECES.index(a + b), i) for i, (a, b) in enumerate(pairwise(pieces)) if a + b in PIECES]:
         _, i = min(pairs)
         pieces[i : i + 2] = [pieces[i] + pieces[i + 1]]
     known = set(LETTERS) | set(PIECES)
@@ -238,7 +237,7 @@ class TestSentencePiece:
         assert implied_merges(tokens, scores, [1, 1, 1, 1, 6, 1, 3]) == [("a", "b"), ("ab", "c")]
 
     def test_equals_transformers_on_plain_text(self) -> None:
-        from transformers.integrations.gguf import convert_gguf_tokenizer
+        from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer
 
         values = {key.removeprefix("tokenizer.ggml."): value for key, value in sentencepiece().values.items()}
         oracle, _ = convert_gguf_tokenizer("llama", {**values, "tokenizer_type": "llama"})

@@ -4,8 +4,8 @@ Both are one matrix when the model ties them, so one layout serves both: rows st
 
     lookup(ids)[m] = weight[ids[m]]            project(x)[m, v] = sum_d x[m, d] * weight[v, d]
 
-Shape letters: M rows of x, V vocabulary, D hidden, G groups of a row, g features of a group (c
-bytes), r rows of a block.
+Shape letters: M rows of x, V vocabulary, D hidden, G groups of a row, g features of a group, c bytes
+of a row, r rows of a block.
 """
 
 from dataclasses import dataclass, field
@@ -119,7 +119,7 @@ class EinsumTable:
     def lookup(self, ids: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
         """See `Table.lookup`."""
         values, scale, zero = _rows((self.values_VGg, self.scale_VG, self.zero_VG), ids)
-        return _dequantize(values, scale, zero).astype(dtype)
+        return _dequantize(values.reshape(*ids.shape, -1), scale, zero).astype(dtype)
 
     def project(self, x_MD: jax.Array) -> jax.Array:
         """See `Table.project`."""
@@ -142,7 +142,7 @@ class ScanTable:
     Rows are padded with zeros to whole blocks.
     """
 
-    values_VGc: Leaf
+    values_Vc: Leaf
     scale_VG: Leaf
     zero_VG: Leaf | None
     num_bits: int = field(metadata={"static": True})
@@ -152,17 +152,17 @@ class ScanTable:
     def from_qtensor(cls, weight: QTensor) -> Self:
         """See `QuantizedTable.from_qtensor`."""
         num_tokens = weight.shape[0]
-        values_VGc = weight.values.reshape(*weight.scale.shape, weight.group_size)
-        if weight.num_bits == 4:
-            values_VGc = pack_halves(values_VGc, axis=2)
+        values_Vc = pack_halves(weight.values, axis=1) if weight.num_bits == 4 else weight.values
         num_blocks, block_rows = _blocks(num_tokens)
         padding = num_blocks * block_rows - num_tokens
 
         def padded(array: np.ndarray) -> np.ndarray:
             return np.pad(array, [(0, padding), *[(0, 0)] * (array.ndim - 1)])
 
-        zero_VG = None if weight.zero is None else padded(weight.zero)
-        return cls(padded(values_VGc), padded(weight.scale), zero_VG, weight.num_bits, num_tokens)
+        # Float32 already here, for the reason given in `linear.ScanLinear`.
+        scale_VG = padded(weight.scale.astype(np.float32))
+        zero_VG = None if weight.zero is None else padded(weight.zero.astype(np.float32))
+        return cls(padded(values_Vc), scale_VG, zero_VG, weight.num_bits, num_tokens)
 
     @property
     def kernel(self) -> str:
@@ -171,7 +171,7 @@ class ScanTable:
 
     def lookup(self, ids: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
         """See `Table.lookup`."""
-        return self._dequantize(*_rows((self.values_VGc, self.scale_VG, self.zero_VG), ids)).astype(dtype)
+        return self._dequantize(*_rows((self.values_Vc, self.scale_VG, self.zero_VG), ids)).astype(dtype)
 
     def project(self, x_MD: jax.Array) -> jax.Array:
         """See `Table.project`."""
@@ -184,7 +184,7 @@ class ScanTable:
             rows = self._dequantize(*block).astype(x_MD.dtype)
             return jnp.einsum("md,rd->mr", x_MD, rows, preferred_element_type=jnp.float32)
 
-        blocks = (split(self.values_VGc), split(self.scale_VG), split(self.zero_VG))
+        blocks = (split(self.values_Vc), split(self.scale_VG), split(self.zero_VG))
         y_BMr = lax.map(multiply, blocks)
         return y_BMr.swapaxes(0, 1).reshape(x_MD.shape[0], -1)[:, : self.num_tokens]
 
@@ -205,8 +205,11 @@ def _rows(arrays: tuple[Leaf, Leaf, Leaf | None], ids: jax.Array) -> tuple[jax.A
 
 
 def _dequantize(values: jax.Array, scale: jax.Array, zero: jax.Array | None) -> jax.Array:
-    """float32 `[..., D]` of codes `[..., G, g]` and a grid `[..., G]`."""
-    weight = values.astype(jnp.float32) * scale.astype(jnp.float32)[..., None]
-    if zero is not None:
-        weight = weight + zero.astype(jnp.float32)[..., None]
-    return weight.reshape(*scale.shape[:-1], -1)
+    """float32 `[..., D]` of codes `[..., D]` and a grid `[..., G]`."""
+    group_size = values.shape[-1] // scale.shape[-1]
+    weight = values.astype(jnp.float32) * _spread(scale, group_size)
+    return weight if zero is None else weight + _spread(zero, group_size)
+
+
+def _spread(grid: jax.Array, group_size: int) -> jax.Array:
+    return jnp.repeat(grid.astype(jnp.float32), group_size, axis=-1)

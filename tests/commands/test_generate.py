@@ -1,0 +1,92 @@
+"""``llmq generate`` on a tiny artifact, on every backend."""
+
+from pathlib import Path
+
+import pytest
+
+from llmq.config import QuantizationConfig
+from llmq.convert import convert, plan_conversion
+from tests.commands.test_cli import llmq, refused
+from tests.tiny import byte_tokenizer_files, write_tiny
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("generate")
+    source = write_tiny(directory / "source")
+    for name, contents in byte_tokenizer_files().items():
+        (source / name).write_bytes(contents)
+    convert(plan_conversion(str(source), QuantizationConfig(scheme="int4_blockwise")), directory / "artifact")
+    return directory / "artifact"
+
+
+def test_backends_say_the_same(artifact: Path) -> None:
+    options = ("--max-tokens", 12, "--dtype", "float32")
+    outputs = {}
+    for backend in ("cpu", "gpu", "tpu", "reference"):
+        device = () if backend == "cpu" else ("--device", "cpu")
+        done = llmq("generate", artifact, "Hello", "--backend", backend, *device, *options)
+        assert done.returncode == 0, done.stderr
+        outputs[backend] = done.stdout
+    assert len(set(outputs.values())) == 1, outputs
+    assert len(outputs["reference"]) > 5
+
+
+def test_sampling_is_reproducible_and_stats_are_on_stderr(artifact: Path) -> None:
+    options = (
+        "--temperature",
+        1,
+        "--top-k",
+        50,
+        "--top-p",
+        0.9,
+        "--seed",
+        11,
+        "--max-tokens",
+        20,
+        "--backend",
+        "cpu",
+        "--stats",
+    )
+    first, second = (llmq("generate", artifact, "Hello", *options) for _ in range(2))
+    assert first.returncode == 0, first.stderr
+    assert first.stdout == second.stdout
+    assert "int4 tinygemm" in first.stderr
+    assert "generated 20 tokens" in first.stderr
+    assert "seed 11" in first.stderr
+    other = llmq("generate", artifact, "Hello", *options, "--seed", 12)
+    assert other.stdout != first.stdout
+
+
+def test_a_file_of_prompts_and_the_chat_template(artifact: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("one\n\ntwo\n")
+    done = llmq(
+        "generate",
+        artifact,
+        "--prompts-file",
+        tmp_path / "prompts.txt",
+        "--chat",
+        "--max-tokens",
+        4,
+        "--backend",
+        "cpu",
+    )
+    assert done.returncode == 0, done.stderr
+    assert [line for line in done.stdout.splitlines() if line.startswith(">>> ")] == [">>> one", ">>> two"]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("x", "--backend", "npu"), "backend='npu': must be one of auto, cpu, gpu, reference, tpu"),
+        (("x", "--backend", "cpu", "--device", "cuda"), "device='cuda': contradicts --backend cpu"),
+        (("x", "--backend", "gpu", "--device", "nowhere"), "device='nowhere'"),
+        (("x", "--temperature", "-1"), "temperature=-1.0: input should be greater than or equal to 0"),
+        (("x", "--max-model-len", "100000"), "max_model_len=100000: the model's context is 512"),
+        (("x", "--max-model-len", "8"), "exceed the context of 8"),
+        (("x", "--prompts-file", "y"), "exclude each other"),
+        (("--prompts-file", "./nowhere"), "prompts_file=nowhere: cannot be read"),
+    ],
+)
+def test_refused(artifact: Path, args: tuple, message: str) -> None:
+    assert message in refused("generate", artifact, *args)
