@@ -27,9 +27,9 @@ CHIP_NODES = ("accel[0-9]*", "vfio/[0-9]*")
 
 #: The name of a device -> why it may be missing, and what JAX calls the platform.
 DEVICES = {
-    "cpu": ("JAX_PLATFORMS leaves it out", "cpu"),
-    "tpu": ("no TPU chip under /dev, or libtpu is not installed", "tpu"),
-    "gpu": ("JAX has no GPU plugin or there is no GPU", "cuda"),
+    "cpu": ("JAX_PLATFORMS leaves the cpu out", "cpu"),
+    "tpu": ("there is no TPU chip under /dev, or libtpu is not installed", "tpu"),
+    "gpu": ("there is no GPU, or JAX has no plugin for it", "cuda"),
 }
 
 
@@ -88,11 +88,11 @@ def open_device(name: str | None) -> Device:
         raise BackendError(
             f"device={name!r}: backend tpu knows {', '.join(DEVICES)}; leave it out for the best one here."
         )
-    reason, platform = DEVICES[name] if name else ("JAX finds none", None)
+    reason, platform = DEVICES[name] if name else ("JAX finds no device", None)
     try:
         return jax.devices(platform)[0]
     except RuntimeError as err:
-        raise BackendError(f"device={name or 'auto'!r}: is not usable here ({reason}); use --device cpu.") from err
+        raise BackendError(f"device={name or 'auto'!r}: not usable here: {reason}; use --device cpu.") from err
 
 
 def probe() -> list[Probe]:

@@ -24,7 +24,7 @@ def chunks(num_tokens: int) -> Iterator[tuple[int, int]]:
     Args:
         num_tokens: Length of the run.
 
-    Returns:
+    Yields:
         Pairs of a chunk's size and its tokens; these add up to `num_tokens`.
     """
     while num_tokens > 0:

@@ -34,7 +34,7 @@ Leaf = Any  # an array: NumPy while a layout is built, JAX once it is on the dev
 #: beyond that XLA stops fusing the conversion into the product.
 MAX_BLOCK = 128
 
-#: XLA for TPUs uses no matrix unit for fewer rows.
+#: For fewer rows XLA uses no matrix unit of a TPU, and copies a head's codes.
 MIN_ROWS = 8
 
 
@@ -123,13 +123,11 @@ class EinsumLinear:
     def __call__(self, x_MI: jax.Array) -> jax.Array:
         """See `Linear.__call__`."""
         num_groups, group_size, _ = self.values_GgO.shape
-        num_rows = x_MI.shape[0]
-        padded_MI = jnp.pad(x_MI, ((0, max(0, MIN_ROWS - num_rows)), (0, 0)))
-        x_MGg = padded_MI.reshape(-1, num_groups, group_size)
+        x_MGg = pad_rows(x_MI).reshape(-1, num_groups, group_size)
         values_GgO = self.values_GgO.astype(x_MI.dtype)
         y_MGO = jnp.einsum("mGg,Ggo->mGo", x_MGg, values_GgO, preferred_element_type=jnp.float32)
         y_MO = jnp.sum(y_MGO * _float32(self.scale_GO), axis=1) + _zero_part(x_MGg, self.zero_GO)
-        return _finish(y_MO[:num_rows], self.bias_O, x_MI)
+        return _finish(y_MO[: x_MI.shape[0]], self.bias_O, x_MI)
 
 
 @register_dataclass
@@ -195,6 +193,18 @@ class ScanLinear:
         halves = zip(jnp.split(x, 2, axis=1), unpack_halves(values), strict=True)
         low, high = (jnp.dot(x, half.astype(x.dtype), preferred_element_type=jnp.float32) for x, half in halves)
         return low + high
+
+
+def pad_rows(x_MI: jax.Array) -> jax.Array:
+    """At least `MIN_ROWS` rows.
+
+    Args:
+        x_MI: `[M, I]`.
+
+    Returns:
+        `x_MI`, with rows of zeros below it where there are fewer.
+    """
+    return jnp.pad(x_MI, ((0, max(0, MIN_ROWS - x_MI.shape[0])), (0, 0)))
 
 
 def _block_size(num_features: int) -> int:

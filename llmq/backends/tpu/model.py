@@ -75,8 +75,8 @@ class Params:
 class Cache:
     """Keys, after rotation, and values of every position."""
 
-    k_LSKTh: jax.Array
-    v_LSKTh: jax.Array
+    k_LSTKh: jax.Array
+    v_LSTKh: jax.Array
 
 
 @register_dataclass
@@ -109,7 +109,7 @@ def empty_cache(config: ModelConfig, num_slots: int, max_len: int, dtype: jax.ty
         The cache.
     """
     num_positions = -(-max_len // BLOCK) * BLOCK
-    shape = (config.num_layers, num_slots, config.num_kv_heads, num_positions, config.head_dim)
+    shape = (config.num_layers, num_slots, num_positions, config.num_kv_heads, config.head_dim)
     return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
 
@@ -195,15 +195,15 @@ def _attention(
 
 
 def _write(cache: Cache, index: jax.Array, place: Place, k_BNKh: jax.Array, v_BNKh: jax.Array) -> Cache:
-    num_positions = cache.k_LSKTh.shape[3]
+    num_positions = cache.k_LSTKh.shape[2]
     # Padding goes to a position past the end, which drops it.
     at_BN = jnp.where(place.position_BN < 0, num_positions, place.position_BN)
     slot_B1 = place.slot + jnp.arange(at_BN.shape[0])[:, None]
 
-    def write(cache_LSKTh: jax.Array, new_BNKh: jax.Array) -> jax.Array:
-        return cache_LSKTh.at[index, slot_B1, :, at_BN].set(new_BNKh, mode="drop")
+    def write(cache_LSTKh: jax.Array, new_BNKh: jax.Array) -> jax.Array:
+        return cache_LSTKh.at[index, slot_B1, at_BN].set(new_BNKh, mode="drop")
 
-    return Cache(write(cache.k_LSKTh, k_BNKh), write(cache.v_LSKTh, v_BNKh))
+    return Cache(write(cache.k_LSTKh, k_BNKh), write(cache.v_LSTKh, v_BNKh))
 
 
 def _attend(q_BNKRh: jax.Array, cache: Cache, index: jax.Array, place: Place, window: int | None) -> jax.Array:
@@ -216,27 +216,27 @@ def _attend(q_BNKRh: jax.Array, cache: Cache, index: jax.Array, place: Place, wi
     q_BNKRh = q_BNKRh * jnp.asarray(head_dim**-0.5, q_BNKRh.dtype)
     position_BN1 = place.position_BN[:, :, None]
 
-    def read(cache_LSKTh: jax.Array, start: jax.Array) -> jax.Array:
-        sizes = (1, num_slots, num_kv_heads, BLOCK, head_dim)
-        return lax.dynamic_slice(cache_LSKTh, (index, place.slot, 0, start, 0), sizes)[0]
+    def read(cache_LSTKh: jax.Array, start: jax.Array) -> jax.Array:
+        sizes = (1, num_slots, BLOCK, num_kv_heads, head_dim)
+        return lax.dynamic_slice(cache_LSTKh, (index, place.slot, start, 0, 0), sizes)[0]
 
     def add_block(
         block: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         highest_BKRN, total_BKRN, out_BKRNh = carry
         start = block * BLOCK
-        k_BKth, v_BKth = read(cache.k_LSKTh, start), read(cache.v_LSKTh, start)
+        k_BtKh, v_BtKh = read(cache.k_LSTKh, start), read(cache.v_LSTKh, start)
         seen_t = start + jnp.arange(BLOCK)
         visible_BNt = seen_t <= position_BN1
         if window is not None:
             visible_BNt &= position_BN1 - seen_t < window
-        scores_BKRNt = jnp.einsum("BNKRh,BKth->BKRNt", q_BNKRh, k_BKth, preferred_element_type=jnp.float32)
+        scores_BKRNt = jnp.einsum("BNKRh,BtKh->BKRNt", q_BNKRh, k_BtKh, preferred_element_type=jnp.float32)
         scores_BKRNt = jnp.where(visible_BNt[:, None, None], scores_BKRNt, -jnp.inf)
         raised_BKRN = jnp.maximum(highest_BKRN, jnp.max(scores_BKRNt, axis=-1))
         shrink_BKRN = jnp.exp(highest_BKRN - raised_BKRN)
         weight_BKRNt = jnp.exp(scores_BKRNt - raised_BKRN[..., None])
         added_BKRNh = jnp.einsum(
-            "BKRNt,BKth->BKRNh", weight_BKRNt.astype(v_BKth.dtype), v_BKth, preferred_element_type=jnp.float32
+            "BKRNt,BtKh->BKRNh", weight_BKRNt.astype(v_BtKh.dtype), v_BtKh, preferred_element_type=jnp.float32
         )
         total_BKRN = total_BKRN * shrink_BKRN + jnp.sum(weight_BKRNt, axis=-1)
         return raised_BKRN, total_BKRN, out_BKRNh * shrink_BKRN[..., None] + added_BKRNh

@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 from jax.tree_util import register_dataclass
 
-from llmq.backends.tpu.linear import Leaf
+from llmq.backends.tpu.linear import MIN_ROWS, Leaf, pad_rows
 from llmq.backends.tpu.nibbles import pack_halves, unpack_halves
 from llmq.quant import QTensor
 
@@ -100,7 +100,7 @@ class DenseTable:
 class EinsumTable:
     """Codes of their own width in one product; for accelerators (see `linear.EinsumLinear`)."""
 
-    values_VGg: Leaf
+    values_VD: Leaf
     scale_VG: Leaf
     zero_VG: Leaf | None
 
@@ -108,30 +108,29 @@ class EinsumTable:
     def from_qtensor(cls, weight: QTensor) -> Self:
         """See `QuantizedTable.from_qtensor`."""
         code_type = ml_dtypes.int4 if weight.num_bits == 4 else np.int8
-        values_VGg = weight.values.reshape(*weight.scale.shape, weight.group_size).astype(code_type)
-        return cls(values_VGg, weight.scale, weight.zero)
+        return cls(weight.values.astype(code_type), weight.scale, weight.zero)
 
     @property
     def kernel(self) -> str:
         """See `Table.kernel`."""
-        return f"{self.values_VGg.dtype.name} einsum, scale after each group"
+        return f"{self.values_VD.dtype.name} einsum, scale after each group"
 
     def lookup(self, ids: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
         """See `Table.lookup`."""
-        values, scale, zero = _rows((self.values_VGg, self.scale_VG, self.zero_VG), ids)
-        return _dequantize(values.reshape(*ids.shape, -1), scale, zero).astype(dtype)
+        return _dequantize(*_rows((self.values_VD, self.scale_VG, self.zero_VG), ids)).astype(dtype)
 
     def project(self, x_MD: jax.Array) -> jax.Array:
         """See `Table.project`."""
-        x_MGg = x_MD.reshape(-1, *self.values_VGg.shape[1:])
-        values_VGg = self.values_VGg.astype(x_MD.dtype)
+        num_tokens, num_groups = self.scale_VG.shape
+        x_MGg = pad_rows(x_MD).reshape(max(MIN_ROWS, x_MD.shape[0]), num_groups, -1)
+        values_VGg = self.values_VD.reshape(num_tokens, num_groups, -1).astype(x_MD.dtype)
         y_MVG = jnp.einsum("mGg,vGg->mvG", x_MGg, values_VGg, preferred_element_type=jnp.float32)
         y_MV = jnp.sum(y_MVG * self.scale_VG.astype(jnp.float32), axis=-1)
-        if self.zero_VG is None:
-            return y_MV
-        x_MG = jnp.sum(x_MGg, axis=-1, dtype=jnp.float32)
-        zero_VG = self.zero_VG.astype(jnp.float32)
-        return y_MV + jnp.einsum("mG,vG->mv", x_MG, zero_VG, precision=lax.Precision.HIGHEST)
+        if self.zero_VG is not None:
+            x_MG = jnp.sum(x_MGg, axis=-1, dtype=jnp.float32)
+            zero_VG = self.zero_VG.astype(jnp.float32)
+            y_MV += jnp.einsum("mG,vG->mv", x_MG, zero_VG, precision=lax.Precision.HIGHEST)
+        return y_MV[: x_MD.shape[0]]
 
 
 @register_dataclass
