@@ -185,7 +185,7 @@ def test_a_full_disk_leaves_nothing_behind_and_loses_nothing(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr("llmq.checkpoint.writer.write_array", full)
-    with pytest.raises(OutputError, match="the disk is full; [0-9,]+ bytes are needed there, nothing was left behind"):
+    with pytest.raises(OutputError, match=r"the disk is full; [0-9,]+ bytes are needed there, nothing was left behind"):
         run(source, out, force=True)
     assert sorted(p.name for p in tmp_path.iterdir()) == (["out", "source"] if existing else ["source"])
     if existing:

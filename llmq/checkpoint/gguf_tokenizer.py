@@ -10,14 +10,12 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from llmq.checkpoint.gguf_file import Metadata
 from llmq.errors import CheckpointError, UnsupportedModelError
-
-if TYPE_CHECKING:
-    from llmq.checkpoint.gguf import Metadata
 
 _PREFIX = "tokenizer.ggml."
 _TEMPLATE = "tokenizer.chat_template"
@@ -90,7 +88,7 @@ _SPLITTINGS = MappingProxyType(
 )
 
 
-def tokenizer_files(metadata: "Metadata") -> dict[str, bytes]:
+def tokenizer_files(metadata: Metadata) -> dict[str, bytes]:
     """The tokenizer's side files.
 
     Args:
@@ -131,7 +129,7 @@ def tokenizer_files(metadata: "Metadata") -> dict[str, bytes]:
     return {name: text.encode() for name, text in files.items()}
 
 
-def build_tokenizer(metadata: "Metadata") -> Tokenizer:
+def build_tokenizer(metadata: Metadata) -> Tokenizer:
     """The tokenizer that a GGUF file describes.
 
     Args:
@@ -175,7 +173,7 @@ def build_tokenizer(metadata: "Metadata") -> Tokenizer:
     return tokenizer
 
 
-def _byte_level(metadata: "Metadata", tokens: Sequence[str]) -> Tokenizer:
+def _byte_level(metadata: Metadata, tokens: Sequence[str]) -> Tokenizer:
     pre = metadata.require(f"{_PREFIX}pre", str)
     if pre not in _SPLITTINGS:
         raise UnsupportedModelError(
@@ -201,7 +199,7 @@ def _byte_level(metadata: "Metadata", tokens: Sequence[str]) -> Tokenizer:
     return tokenizer
 
 
-def _sentencepiece(metadata: "Metadata", tokens: Sequence[str]) -> Tokenizer:
+def _sentencepiece(metadata: Metadata, tokens: Sequence[str]) -> Tokenizer:
     """As the ``tokenizer.json`` of Llama 2: the prefix space is a normalizer, the decoder strips it."""
     scores = metadata.array(f"{_PREFIX}scores", float) or []
     if len(scores) != len(tokens):
@@ -254,7 +252,7 @@ def implied_merges(tokens: Sequence[str], scores: Sequence[float], types: Sequen
     return [(left, right) for *_, left, right in sorted(ranked)]
 
 
-def _types(metadata: "Metadata", tokens: Sequence[str]) -> Sequence[int]:
+def _types(metadata: Metadata, tokens: Sequence[str]) -> Sequence[int]:
     types = metadata.array(f"{_PREFIX}token_type", int) or [_NORMAL] * len(tokens)
     if len(types) != len(tokens):
         raise CheckpointError(
@@ -263,7 +261,7 @@ def _types(metadata: "Metadata", tokens: Sequence[str]) -> Sequence[int]:
     return types
 
 
-def _token_id(metadata: "Metadata", key: str, tokens: Sequence[str]) -> int | None:
+def _token_id(metadata: Metadata, key: str, tokens: Sequence[str]) -> int | None:
     index = metadata.get(_PREFIX + key, int)
     if index is not None and not 0 <= index < len(tokens):
         raise CheckpointError(
@@ -272,7 +270,7 @@ def _token_id(metadata: "Metadata", key: str, tokens: Sequence[str]) -> int | No
     return index
 
 
-def _added(metadata: "Metadata") -> dict[str, bool]:
+def _added(metadata: Metadata) -> dict[str, bool]:
     """Whether texts get a BOS and an EOS: what the file says, else what llama.cpp takes for granted."""
     bos = metadata.get(f"{_PREFIX}add_bos_token", bool)
     if bos is None:
@@ -283,7 +281,7 @@ def _added(metadata: "Metadata") -> dict[str, bool]:
     return {"add_bos_token": bos and has_bos, "add_eos_token": eos and has_eos}
 
 
-def _add_post_processor(tokenizer: Tokenizer, metadata: "Metadata", tokens: Sequence[str]) -> None:
+def _add_post_processor(tokenizer: Tokenizer, metadata: Metadata, tokens: Sequence[str]) -> None:
     adds = _added(metadata)
     bos, eos = (
         _token_id(metadata, f"{name}_token_id", tokens) if adds[f"add_{name}_token"] else None
@@ -300,7 +298,7 @@ def _add_post_processor(tokenizer: Tokenizer, metadata: "Metadata", tokens: Sequ
     )
 
 
-def _chat_template(metadata: "Metadata") -> Mapping[str, Any]:
+def _chat_template(metadata: Metadata) -> Mapping[str, Any]:
     default = metadata.get(_TEMPLATE, str)
     named = {
         name: metadata.require(f"{_TEMPLATE}.{name}", str)

@@ -99,7 +99,7 @@ class Session:
         self.last = done = Completion(len(prompt), self._prefill(prompt), seed=params.seed)
         done.prefill_seconds = time.perf_counter() - start
 
-        stream = self._tokenizer.stream()
+        stream = self._tokenizer.stream(prompt)
         token = prompt[-1]
         while not done.finish_reason:
             token = sample(self._decode(token), params, len(done.tokens))

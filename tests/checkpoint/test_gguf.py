@@ -225,7 +225,7 @@ class TestFormats:
         tensors = random_tensors(config)
         path = write_gguf(tmp_path / "m.gguf", config, tensors, formats={DOWN: Format.Q4_1})
         expected = GGUFCheckpoint(path).read(DOWN)
-        monkeypatch.setattr("llmq.checkpoint.gguf._CHUNK", 3 * 256)
+        monkeypatch.setattr("llmq.checkpoint.gguf_file._CHUNK", 3 * 256)
         np.testing.assert_array_equal(GGUFCheckpoint(path).read(DOWN), expected)
 
 

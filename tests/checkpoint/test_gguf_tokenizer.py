@@ -10,7 +10,8 @@ import tokenizers
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from llmq.checkpoint.gguf import GGUFCheckpoint, Metadata
+from llmq.checkpoint.gguf import GGUFCheckpoint
+from llmq.checkpoint.gguf_file import Metadata
 from llmq.checkpoint.gguf_tokenizer import build_tokenizer, implied_merges, tokenizer_files
 from llmq.errors import CheckpointError, UnsupportedModelError
 from llmq.model.config import ModelConfig

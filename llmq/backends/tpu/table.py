@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 from jax.tree_util import register_dataclass
 
-from llmq.backends.tpu.linear import MIN_ROWS, Leaf, pad_rows
+from llmq.backends.tpu.linear import Leaf, pad_rows
 from llmq.backends.tpu.nibbles import pack_halves, unpack_halves
 from llmq.quant import QTensor
 
@@ -117,12 +117,16 @@ class EinsumTable:
 
     def lookup(self, ids: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
         """See `Table.lookup`."""
-        return _dequantize(*_rows((self.values_VD, self.scale_VG, self.zero_VG), ids)).astype(dtype)
+        # As many ids as rows of a product: of a single row XLA makes a slice, and copies all codes for it.
+        ids_M1 = pad_rows(ids.reshape(-1, 1))
+        rows_MD = _dequantize(*_rows((self.values_VD, self.scale_VG, self.zero_VG), ids_M1[:, 0]))
+        return rows_MD[: ids.size].reshape(*ids.shape, -1).astype(dtype)
 
     def project(self, x_MD: jax.Array) -> jax.Array:
         """See `Table.project`."""
         num_tokens, num_groups = self.scale_VG.shape
-        x_MGg = pad_rows(x_MD).reshape(max(MIN_ROWS, x_MD.shape[0]), num_groups, -1)
+        padded_MD = pad_rows(x_MD)
+        x_MGg = padded_MD.reshape(padded_MD.shape[0], num_groups, -1)
         values_VGg = self.values_VD.reshape(num_tokens, num_groups, -1).astype(x_MD.dtype)
         y_MVG = jnp.einsum("mGg,vGg->mvG", x_MGg, values_VGg, preferred_element_type=jnp.float32)
         y_MV = jnp.sum(y_MVG * self.scale_VG.astype(jnp.float32), axis=-1)
