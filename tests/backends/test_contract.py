@@ -1,0 +1,112 @@
+"""One suite for every backend: the protocol of `base`, against the reference decoder in float32."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llmq.backends.base import Backend, InferenceModel, ModelOptions
+from llmq.backends.reference import forward
+from llmq.backends.registry import ALIASES, backend_names, load_backend, select_backend
+from llmq.checkpoint.loader import load_weights
+from llmq.config import SCHEMES, QuantizationConfig
+from llmq.errors import BackendError
+from tests.backends.quantized import QuantizedWeights
+from tests.backends.test_reference import FAMILIES
+from tests.tiny import write_tiny
+
+TOKENS = np.random.default_rng(1).integers(0, 320, 40).astype(np.int32)
+
+
+@pytest.fixture(params=["gpu", "tpu", "reference"])
+def backend(request: pytest.FixtureRequest) -> Backend:
+    return load_backend(request.param)
+
+
+def opened(backend: Backend, weights, num_slots: int = 1) -> InferenceModel:
+    return backend.open_model(weights, ModelOptions(device="cpu", dtype="float32", num_slots=num_slots, max_len=64))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(backend: Backend, family: str, tmp_path: Path) -> None:
+    weights = load_weights(str(write_tiny(tmp_path / "m", **FAMILIES[family])))
+    model = opened(backend, weights)
+    _, logits = model.extend(model.init_state(), 0, TOKENS, 0, want_logits=True)
+    np.testing.assert_allclose(logits, forward(weights, TOKENS.tolist()), atol=5e-5)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_schemes(backend: Backend, scheme: str, symmetric: bool, tmp_path: Path) -> None:
+    plain = load_weights(str(write_tiny(tmp_path / "m", attention_bias=True)))
+    weights = QuantizedWeights(plain, QuantizationConfig(scheme=scheme, symmetric=symmetric))
+    model = opened(backend, weights)
+    _, logits = model.extend(model.init_state(), 0, TOKENS, 0, want_logits=True)
+    expected = forward(weights, TOKENS.tolist())
+    np.testing.assert_allclose(logits, expected, atol=5e-5)
+    assert np.abs(forward(plain, TOKENS.tolist()) - expected).max() > 1e-3, "the codes made no difference"
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory):
+    plain = load_weights(str(write_tiny(tmp_path_factory.mktemp("contract") / "m", num_hidden_layers=2)))
+    return QuantizedWeights(plain, QuantizationConfig(scheme="int4_blockwise"))
+
+
+def test_pieces_and_single_steps_equal_one_run(backend: Backend, weights) -> None:
+    model = opened(backend, weights, num_slots=3)
+    _, whole = model.extend(model.init_state(), 0, TOKENS[:20], 0, want_logits=True)
+    state = model.init_state()
+    state, none = model.extend(state, 1, TOKENS[:7], 0)
+    assert none is None
+    state, part = model.extend(state, 1, TOKENS[7:18], 7, want_logits=True)
+    np.testing.assert_allclose(part, whole[7:18], atol=1e-5)
+    for position in (18, 19):
+        tokens = np.array([0, TOKENS[position], 0], np.int32)
+        state, logits = model.decode(state, tokens, np.array([-1, position, -1], np.int32))
+        np.testing.assert_allclose(logits[1], whole[position], atol=1e-5)
+        assert logits.shape == (3, 320)
+        assert logits.dtype == np.float32
+
+
+def test_slots_do_not_mix_and_may_be_written_again(backend: Backend, weights) -> None:
+    model = opened(backend, weights, num_slots=3)
+    prompts = [TOKENS[:9], TOKENS[10:30], TOKENS[30:35]]
+    alone = []
+    for prompt in prompts:
+        state, _ = model.extend(model.init_state(), 0, prompt[:-1], 0)
+        _, logits = model.decode(state, np.array([prompt[-1], 0, 0]), np.array([len(prompt) - 1, -1, -1]))
+        alone.append(logits[0])
+
+    state = model.init_state()
+    for slot in range(3):  # something else first: what is overwritten must not be seen
+        state, _ = model.extend(state, slot, TOKENS[::-1].copy()[:33], 0)
+    for slot, prompt in enumerate(prompts):
+        state, _ = model.extend(state, slot, prompt[:-1], 0)
+    last = np.array([prompt[-1] for prompt in prompts], np.int32)
+    state, together = model.decode(state, last, np.array([len(p) - 1 for p in prompts], np.int32))
+    np.testing.assert_allclose(together, np.stack(alone), atol=1e-5)
+
+
+def test_what_is_said_of_a_model(backend: Backend, weights) -> None:
+    caps = opened(backend, weights, num_slots=2).caps
+    assert (caps.num_slots, caps.max_len, caps.vocab_size, caps.dtype) == (2, 64, 320, "float32")
+    assert caps.device
+    assert caps.kernels
+    rows = backend.probe()
+    assert rows[0].usable
+    assert all(row.usable or row.detail for row in rows)
+
+
+def test_devices_that_are_not_there(backend: Backend, weights) -> None:
+    with pytest.raises(BackendError, match="device='moon'|runs on the cpu"):
+        backend.open_model(weights, ModelOptions(device="moon"))
+
+
+def test_the_registry() -> None:
+    assert {"gpu", "tpu", "reference"} <= set(backend_names())
+    assert select_backend("cpu", None)[1] == "cpu"
+    assert select_backend("auto", None)[0].name in ("gpu", "tpu")
+    assert set(ALIASES) == {"cpu"}
+    with pytest.raises(BackendError, match="must be one of auto, cpu, gpu, reference, tpu"):
+        load_backend("npu")
