@@ -1,15 +1,16 @@
 """Checkpoint to artifact without data: read, round to the grid, write, tensor by tensor.
 
-No model is built and no more than two tensors are in memory: the one being quantized and the one
-being read. Everything that can be refused is refused in `plan_conversion`, from headers alone.
+No model is built and at most three tensors are in memory: the one being read, the one being
+quantized, and the one being written, which are codes by then. Everything that can be refused is refused in `plan_conversion`, from headers alone.
 """
 
 import hashlib
 import importlib.metadata
 import math
+import os
 import platform
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -182,21 +183,24 @@ def convert(
     check_target(output, plan.reader.path, force=force)
     fidelities: dict[str, Fidelity] = {}
     with (
-        ThreadPoolExecutor(num_threads) as workers,
-        ThreadPoolExecutor(1) as background,
-        ThreadPoolExecutor(1) as ahead,
+        ThreadPoolExecutor(num_threads or os.cpu_count()) as workers,
+        ThreadPoolExecutor(1) as hashing,
+        ThreadPoolExecutor(1) as reading,
+        ThreadPoolExecutor(1) as writing,
         stage(output, plan.shards) as writer,
     ):
-        hashes = background.submit(lambda: {name: _sha256(path) for name, path in plan.reader.files.items()})
+        hashes = hashing.submit(lambda: {name: _sha256(path) for name, path in plan.reader.files.items()})
         done = 0
-        for row, tensor in _read_ahead(plan, ahead):
+        written: Future[None] | None = None
+        for row, tensor in _read_ahead(plan, reading):
             progress(row.name, done, plan.source_bytes)
-            if row.action is Action.QUANTIZE:
-                fidelities[row.name] = _quantize(row, tensor, writer, workers)
-            else:
-                _refuse_nonfinite(row, bool(np.isfinite(tensor.astype(np.float32)).all()))
-                writer.write(row.name, tensor)
+            parts = _store(row, tensor, fidelities, workers)
+            if written:
+                written.result()
+            written = writing.submit(_write, writer, parts)
             done += row.source_bytes
+        if written:
+            written.result()
         progress("", plan.source_bytes, plan.source_bytes)
         record = plan.record(fidelities, hashes.result(), writer.finish(), command)
         for name, contents in plan.reader.side_files().items():
@@ -224,18 +228,26 @@ def _read(reader: CheckpointReader, name: str) -> np.ndarray:
         raise CheckpointError(f"{reader.path}: tensor {name} cannot be read ({err.strerror or err}).") from err
 
 
-def _quantize(row: TensorPlan, tensor: np.ndarray, writer: ArtifactWriter, workers: ThreadPoolExecutor) -> Fidelity:
-    assert row.scheme
+def _store(
+    row: TensorPlan, tensor: np.ndarray, fidelities: dict[str, Fidelity], workers: ThreadPoolExecutor
+) -> dict[str, np.ndarray]:
+    """What a tensor becomes in the file; its fidelity is noted."""
+    if row.scheme is None:
+        _refuse_nonfinite(row, bool(np.isfinite(tensor.astype(np.float32)).all()))
+        return {row.name: tensor}
     try:
         matrix = quantize_rows(tensor, row.scheme, workers)
     except NonFiniteWeightError:
         _refuse_nonfinite(row, False)
         raise
+    fidelities[row.name] = matrix.fidelity
     parts = {layout.VALUES: matrix.values, layout.SCALE: matrix.scale, layout.ZERO: matrix.zero}
-    for suffix, array in parts.items():
-        if array is not None:
-            writer.write(row.name + suffix, array)
-    return matrix.fidelity
+    return {row.name + suffix: array for suffix, array in parts.items() if array is not None}
+
+
+def _write(writer: ArtifactWriter, parts: Mapping[str, np.ndarray]) -> None:
+    for name, array in parts.items():
+        writer.write(name, array)
 
 
 def _refuse_nonfinite(row: TensorPlan, finite: bool) -> None:

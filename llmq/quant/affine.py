@@ -54,7 +54,8 @@ def quantize(weight_OI: Array, scheme: Scheme) -> QTensor:
         xp.astype(weight_OI, xp.float32), (*weight_OI.shape[:-1], num_features // group_size, group_size)
     )
     weight_OGg = flush(xp, weight_OGg)
-    scale_OG, zero_OG, constant_OG = choose_scale_zero(weight_OGg, scheme)
+    low_OG, high_OG = xp.min(weight_OGg, axis=-1), xp.max(weight_OGg, axis=-1)
+    scale_OG, zero_OG, constant_OG = choose_scale_zero(low_OG, high_OG, scheme)
     values_OGg = _choose_codes(xp, weight_OGg, scale_OG, zero_OG, constant_OG, scheme)
     scale_dtype = dtype_of(xp, scheme.scale_dtype)
     return QTensor(
@@ -98,7 +99,7 @@ def fake_quantize(weight_OI: Array, scheme: Scheme) -> Array:
     return xp.astype(dequantize(quantize(weight_OI, scheme)), weight_OI.dtype)
 
 
-def choose_scale_zero(weight_OGg: Array, scheme: Scheme) -> tuple[Array, Array | None, Array]:
+def choose_scale_zero(low_OG: Array, high_OG: Array, scheme: Scheme) -> tuple[Array, Array | None, Array]:
     """The grid of each group, already rounded to the type it is stored in.
 
     The scale is rounded first, the zero is computed from the rounded scale and rounded, and only
@@ -106,7 +107,8 @@ def choose_scale_zero(weight_OGg: Array, scheme: Scheme) -> tuple[Array, Array |
     for. The range is not forced to contain 0.
 
     Args:
-        weight_OGg: float32 `[O, G, g]`.
+        low_OG: float32 `[O, G]`, the smallest weight of each group.
+        high_OG: The largest.
         scheme: Width, symmetry and scale type.
 
     Returns:
@@ -117,17 +119,16 @@ def choose_scale_zero(weight_OGg: Array, scheme: Scheme) -> tuple[Array, Array |
         Symmetric: absmax over half the code range, as torchao's 8da4w. Asymmetric: tinygemm's
         map with its codes shifted to signed.
     """
-    xp = aac.array_namespace(weight_OGg)
+    xp = aac.array_namespace(low_OG)
+    low_OG, high_OG = flush(xp, low_OG), flush(xp, high_OG)
     num_steps = scheme.qmax - scheme.qmin
-    low_OG = None
     if scheme.symmetric:
-        scale_OG = xp.max(xp.abs(weight_OGg), axis=-1) * _float32(2.0 / num_steps)
+        scale_OG = xp.where(high_OG > -low_OG, high_OG, -low_OG) * _float32(2.0 / num_steps)
     else:
-        low_OG = flush(xp, xp.min(weight_OGg, axis=-1))
-        scale_OG = (flush(xp, xp.max(weight_OGg, axis=-1)) - low_OG) * _float32(1.0 / num_steps)
+        scale_OG = (high_OG - low_OG) * _float32(1.0 / num_steps)
     constant_OG = scale_OG < MIN_SCALE
     scale_OG = _round(xp, xp.where(constant_OG, xp.ones_like(scale_OG), scale_OG), scheme)
-    if low_OG is None:
+    if scheme.symmetric:
         return scale_OG, None, constant_OG
     zero_OG = xp.where(constant_OG, low_OG, low_OG - scheme.qmin * scale_OG)
     return scale_OG, _round(xp, flush(xp, zero_OG), scheme), constant_OG

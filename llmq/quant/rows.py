@@ -16,8 +16,8 @@ from llmq.config import Scheme
 from llmq.quant.affine import MAX_WEIGHT, MIN_NORMAL, choose_scale_zero, dtype_of, step
 from llmq.quant.fidelity import Fidelity
 
-#: Elements of a piece: its float32 buffers stay in a core's second-level cache.
-PIECE_ELEMENTS = 1 << 18
+#: Elements of a piece. Smaller ones fit a nearer cache, but threads then wait for each other.
+PIECE_ELEMENTS = 1 << 19
 
 #: From this scale on, float32 cannot tell a weight below `MIN_NORMAL` from zero once the group's
 #: zero is subtracted.
@@ -98,7 +98,11 @@ def _quantize_piece(
     squared_weight = float(np.vdot(weight, weight))
     if not squared_weight < MAX_WEIGHT and not np.max(np.abs(weight)) <= MAX_WEIGHT:  # NaN compares false
         raise NonFiniteWeightError
-    scale_OG, zero_OG, constant_OG = choose_scale_zero(weight, scheme)
+    starts = np.arange(0, weight.size, weight.shape[-1])  # reduceat: twice as fast as reducing a short last axis
+    low_OG, high_OG = (
+        extreme.reduceat(weight.reshape(-1), starts).reshape(weight.shape[:-1]) for extreme in (np.minimum, np.maximum)
+    )
+    scale_OG, zero_OG, constant_OG = choose_scale_zero(low_OG, high_OG, scheme)
     if scale_OG.min() < _SUBNORMALS_MATTER_BELOW:
         weight[np.abs(weight) < MIN_NORMAL] = 0.0
     offset = weight if zero_OG is None else np.subtract(weight, zero_OG[..., None], out=weight)
