@@ -99,7 +99,7 @@ def test_what_is_said_of_a_model(backend: Backend, weights) -> None:
 
 
 def test_devices_that_are_not_there(backend: Backend, weights) -> None:
-    with pytest.raises(BackendError, match="device='moon'|runs on the cpu"):
+    with pytest.raises(BackendError, match=r"device='moon'|runs on the cpu"):
         backend.open_model(weights, ModelOptions(device="moon"))
 
 
