@@ -140,15 +140,25 @@ class Backend(Protocol):
 
     Attributes:
         name: As in ``--backend``.
+        framework: The package it cannot do without.
     """
 
     name: str
+    framework: str
 
     def probe(self) -> Sequence[Probe]:
         """What is usable here: libraries, devices, kernels.
 
         Returns:
             Rows for ``llmq doctor``; the first one tells whether the backend works at all.
+        """
+        ...
+
+    def has_accelerator(self) -> bool:
+        """Whether the device it was made for is in this machine; quick, so that ``auto`` can ask.
+
+        Returns:
+            False when models would run on the CPU.
         """
         ...
 

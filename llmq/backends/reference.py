@@ -147,10 +147,15 @@ class ReferenceBackend:
     """The plugin."""
 
     name = "reference"
+    framework = "numpy"
 
     def probe(self) -> list[Probe]:
         """See `base.Backend.probe`."""
         return [Probe("reference", True, f"NumPy {np.__version__}; slow, for checking results")]
+
+    def has_accelerator(self) -> bool:
+        """See `base.Backend.has_accelerator`."""
+        return False
 
     def open_model(self, weights: ModelWeights, options: ModelOptions) -> ReferenceModel:
         """See `base.Backend.open_model`."""

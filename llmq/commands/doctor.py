@@ -21,8 +21,8 @@ def doctor(as_json: options.Json = False) -> None:
     for name in backend_names():
         try:
             rows += [(name, probe) for probe in load_backend(name).probe()]
-        except (BackendError, ImportError) as err:
-            rows.append((name, Probe(name, False, str(err), "pip install --upgrade llmq")))
+        except BackendError as err:
+            rows.append((name, Probe(name, False, str(err), "pip install --force-reinstall llmq")))
     for extra, package in _EXTRAS.items():
         try:
             rows.append(("extras", Probe(f"llmq[{extra}]", True, f"{package} {version(package)}")))

@@ -111,7 +111,7 @@ def _open(
 
     plugin, chosen = select_backend(backend, device)
     opened = plugin.open_model(weights, ModelOptions(device=chosen, dtype=dtype, max_len=max_len))
-    if stats or not any(row.usable and row.name == "accelerator" for row in plugin.probe()):
+    if stats or not plugin.has_accelerator():
         say(f"backend {plugin.name} on {opened.caps.device}, {opened.caps.dtype}")
     if stats:
         for kernel in opened.caps.kernels:

@@ -1,5 +1,7 @@
 """One suite for every backend: the protocol of `base`, against the reference decoder in float32."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -110,3 +112,16 @@ def test_the_registry() -> None:
     assert set(ALIASES) == {"cpu"}
     with pytest.raises(BackendError, match="must be one of auto, cpu, gpu, reference, tpu"):
         load_backend("npu")
+
+
+def test_auto_asks_no_framework_it_does_not_take() -> None:
+    code = "import sys\nfrom llmq.backends.registry import select_backend\nprint(select_backend('auto', None)[0].name, 'jax' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    name, jax_was_imported = done.stdout.split()
+    assert jax_was_imported == str(name == "tpu")
+
+
+def test_a_framework_that_cannot_be_imported_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(BackendError, match="backend='gpu': torch cannot be imported here"):
+        load_backend("gpu")

@@ -25,16 +25,21 @@ def choose_device(options: ModelOptions) -> tuple[torch.device, ComputeType]:
     Raises:
         BackendError: The named device is not there.
     """
-    name = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    name = options.device or ("cuda" if has_cuda() else "cpu")
     try:
         device = torch.device(name)
     except RuntimeError as err:
         raise BackendError(f"device={name!r}: torch knows no such device; use cpu or cuda.") from err
     if device.type not in ("cpu", "cuda"):
         raise BackendError(f"device={name!r}: the gpu backend runs on cpu and cuda.")
-    if device.type == "cuda" and not torch.cuda.is_available():
+    if device.type == "cuda" and not has_cuda():
         raise BackendError(f"device={name!r}: this torch ({torch.__version__}) finds no CUDA device; use --device cpu.")
     return device, options.dtype or "bfloat16"
+
+
+def has_cuda() -> bool:
+    """Whether torch finds a CUDA device."""
+    return torch.cuda.is_available()
 
 
 def probe() -> list[Probe]:
@@ -44,7 +49,7 @@ def probe() -> list[Probe]:
         torch itself, the accelerator, the kernels.
     """
     rows = [Probe("torch", True, f"torch {torch.__version__}, {torch.get_num_threads()} CPU threads")]
-    if torch.cuda.is_available():
+    if has_cuda():
         capability = torch.cuda.get_device_capability()
         fits = capability >= MIN_CUDA_CAPABILITY
         detail = f"{torch.cuda.get_device_name()}, compute capability {capability[0]}.{capability[1]}"

@@ -1,8 +1,7 @@
-"""The plugin behind ``--backend tpu``."""
+"""The plugin behind ``--backend tpu``. JAX is imported when it is first needed."""
 
-from llmq.backends.base import ModelOptions, Probe
-from llmq.backends.tpu import device
-from llmq.backends.tpu.infer import JaxModel
+from llmq.backends.base import InferenceModel, ModelOptions, Probe
+from llmq.backends.tpu.chips import has_tpu_chip
 from llmq.checkpoint.loader import ModelWeights
 
 
@@ -10,11 +9,21 @@ class TPUBackend:
     """See `base.Backend`."""
 
     name = "tpu"
+    framework = "jax"
 
     def probe(self) -> list[Probe]:
         """See `base.Backend.probe`."""
-        return device.probe()
+        from llmq.backends.tpu.device import probe
 
-    def open_model(self, weights: ModelWeights, options: ModelOptions) -> JaxModel:
+        return probe()
+
+    def has_accelerator(self) -> bool:
+        """See `base.Backend.has_accelerator`."""
+        return has_tpu_chip()
+
+    def open_model(self, weights: ModelWeights, options: ModelOptions) -> InferenceModel:
         """See `base.Backend.open_model`."""
-        return JaxModel(weights, options, device.open_device(options.device))
+        from llmq.backends.tpu.device import open_device
+        from llmq.backends.tpu.infer import JaxModel
+
+        return JaxModel(weights, options, open_device(options.device))

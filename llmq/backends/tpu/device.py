@@ -18,12 +18,10 @@ from typing import Any
 import jax
 
 from llmq.backends.base import Probe
+from llmq.backends.tpu.chips import has_tpu_chip
 from llmq.errors import BackendError
 
 Device = Any  # jax.Device, which is not a type to type checkers
-
-#: Device nodes of TPU chips: the older driver's, and those handed to user space.
-CHIP_NODES = ("accel[0-9]*", "vfio/[0-9]*")
 
 #: The name of a device -> why it may be missing, and what JAX calls the platform.
 DEVICES = {
@@ -31,18 +29,6 @@ DEVICES = {
     "tpu": ("there is no TPU chip under /dev, or libtpu is not installed", "tpu"),
     "gpu": ("there is no GPU, or JAX has no plugin for it", "cuda"),
 }
-
-
-def has_tpu_chip(dev: Path = Path("/dev")) -> bool:
-    """Whether the machine has a TPU chip.
-
-    Args:
-        dev: Where device nodes are.
-
-    Returns:
-        True when there is a node of one.
-    """
-    return any(next(dev.glob(pattern), None) for pattern in CHIP_NODES)
 
 
 def cache_directory() -> Path:

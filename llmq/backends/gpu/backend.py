@@ -1,0 +1,29 @@
+"""The plugin behind ``--backend gpu``. torch is imported when it is first needed."""
+
+from llmq.backends.base import InferenceModel, ModelOptions, Probe
+from llmq.checkpoint.loader import ModelWeights
+
+
+class GPUBackend:
+    """See `base.Backend`."""
+
+    name = "gpu"
+    framework = "torch"
+
+    def probe(self) -> list[Probe]:
+        """See `base.Backend.probe`."""
+        from llmq.backends.gpu.device import probe
+
+        return probe()
+
+    def has_accelerator(self) -> bool:
+        """See `base.Backend.has_accelerator`."""
+        from llmq.backends.gpu.device import has_cuda
+
+        return has_cuda()
+
+    def open_model(self, weights: ModelWeights, options: ModelOptions) -> InferenceModel:
+        """See `base.Backend.open_model`."""
+        from llmq.backends.gpu.infer import TorchModel
+
+        return TorchModel(weights, options)
