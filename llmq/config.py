@@ -222,8 +222,23 @@ def validated(cls: type[T], **values: Any) -> T:
     try:
         return cls(**values)
     except ValidationError as err:
-        first = err.errors()[0]
-        field = ".".join(str(part) for part in first["loc"])
-        rule = first["msg"].removeprefix("Value error, ")
-        rule = rule[0].lower() + rule[1:]
-        raise ConfigError(f"{field}={first['input']!r}: {rule}." if field else f"{rule}.") from err
+        raise ConfigError(f"{first_error(err)}.") from err
+
+
+def first_error(err: ValidationError) -> str:
+    """The first broken rule of a model, for people to read.
+
+    Args:
+        err: What pydantic found.
+
+    Returns:
+        As in ``group_size=0: input should be greater than or equal to 8``.
+    """
+    first = err.errors()[0]
+    field = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "missing":
+        return f"{field}: is missing"
+    rule = first["msg"].removeprefix("Value error, ")
+    rule = rule[0].lower() + rule[1:]
+    value = repr(first["input"])
+    return f"{field}={value if len(value) < 80 else value[:77] + '...'}: {rule}" if field else rule

@@ -14,7 +14,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -22,7 +21,8 @@ from llmq.checkpoint import layout
 from llmq.checkpoint.coverage import Action, TensorPlan, check_strict, plan_coverage
 from llmq.checkpoint.loader import ModelWeights, is_artifact
 from llmq.checkpoint.reader import CheckpointReader, Progress, no_progress, open_checkpoint, refuse_quantized
-from llmq.checkpoint.writer import RECORD, ArtifactWriter, check_target, plan_shards, planned_bytes, stage, to_json
+from llmq.checkpoint.record import CoverageRow, Record, Source, SourceFile
+from llmq.checkpoint.writer import ArtifactWriter, check_target, plan_shards, planned_bytes, stage, to_json
 from llmq.config import QuantizationConfig
 from llmq.errors import AlreadyQuantizedError, ArtifactError, CheckpointError
 from llmq.model.config import ModelConfig
@@ -56,75 +56,83 @@ class ConversionPlan:
     @property
     def artifact_bytes(self) -> int:
         """Bytes of the artifact's directory; weights exactly, the record to a few digits."""
-        small = [self.config_json(), to_json(self.record({}, {}, "0" * 64, [])), *self.reader.side_files().values()]
-        return planned_bytes(self.shards) + sum(map(len, small))
+        side = self.side_files()
+        unknown = "0" * 64
+        record = self.record({}, dict.fromkeys(self.reader.files, unknown), unknown, dict.fromkeys(side, unknown), [])
+        return planned_bytes(self.shards) + sum(map(len, side.values())) + len(_record_json(record))
 
-    def config_json(self) -> bytes:
-        """The artifact's ``config.json``: the source's, and how it was quantized."""
-        return to_json({**self.reader.config, "quantization_config": layout.quantization_dict(self.config)})
+    def side_files(self) -> dict[str, bytes]:
+        """Every file beside the weights and the record: the source's own, and ``config.json``."""
+        config = {**self.reader.config, "quantization_config": layout.quantization_dict(self.config)}
+        return {**self.reader.side_files(), "config.json": to_json(config)}
 
     def record(
         self,
         fidelities: Mapping[str, Fidelity],
         source_hashes: Mapping[str, str],
         weights_sha256: str,
+        files: Mapping[str, str],
         command: Sequence[str],
-    ) -> dict[str, Any]:
-        """The artifact's ``llmq.json``: where it comes from and what became of every tensor.
+    ) -> Record:
+        """Where the artifact comes from and what became of every tensor.
 
         Args:
             fidelities: Tensor name -> what quantization cost it.
             source_hashes: Source file -> sha256.
             weights_sha256: Hash of the stored tensors.
+            files: sha256 of every other file.
             command: The command line.
 
         Returns:
-            A JSON object.
+            The contents of ``llmq.json``.
         """
-        packages = ("llmq", "numpy", "ml_dtypes", "array-api-compat", "gguf")
-        return {
-            "llmq_version": importlib.metadata.version("llmq"),
-            "format_version": layout.FORMAT_VERSION,
-            "created": datetime.now(UTC).isoformat(timespec="seconds"),
-            "command": list(command),
-            "source": {
-                "model": self.model,
-                "format": self.reader.format,
-                "files": {
-                    name: {"sha256": source_hashes.get(name), "bytes": path.stat().st_size}
-                    for name, path in self.reader.files.items()
-                },
-            },
-            "quantization": self.config.model_dump(mode="json"),
-            "weights_sha256": weights_sha256,
-            "versions": {"python": platform.python_version()} | {p: importlib.metadata.version(p) for p in packages},
-            "coverage": [coverage_row(row, fidelities.get(row.name)) for row in self.coverage],
-        }
+        packages = ("numpy", "ml_dtypes", "array-api-compat", "gguf")
+        sizes = {name: path.stat().st_size for name, path in self.reader.files.items()}
+        return Record(
+            llmq_version=importlib.metadata.version("llmq"),
+            format_version=layout.FORMAT_VERSION,
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            command=tuple(command),
+            source=Source(
+                model=self.model,
+                format=self.reader.format,
+                files={name: SourceFile(sha256=source_hashes[name], bytes=size) for name, size in sizes.items()},
+            ),
+            quantization=self.config,
+            weights_sha256=weights_sha256,
+            files=dict(files),
+            versions={"python": platform.python_version()} | {p: importlib.metadata.version(p) for p in packages},
+            coverage=tuple(coverage_row(row, fidelities.get(row.name)) for row in self.coverage),
+        )
 
 
-def coverage_row(row: TensorPlan, fidelity: Fidelity | None = None) -> dict[str, Any]:
-    """A row of the coverage as JSON.
+def coverage_row(row: TensorPlan, fidelity: Fidelity | None = None) -> CoverageRow:
+    """A row of the plan as it stands in the record.
 
     Args:
         row: The plan.
         fidelity: What quantization cost, once it is known.
 
     Returns:
-        A JSON object; ``sqnr_db`` is null when nothing was lost or nothing was quantized.
+        The row.
     """
-    return {
-        "name": row.name,
-        "kind": row.kind,
-        "shape": list(row.shape),
-        "action": row.action,
-        "scheme": row.scheme.model_dump(mode="json") if row.scheme else None,
-        "reason": row.reason,
-        "source_bytes": row.source_bytes,
-        "stored_bytes": row.stored_bytes,
-        "sqnr_db": round(fidelity.sqnr_db, 3) if fidelity and math.isfinite(fidelity.sqnr_db) else None,
-        "relative_error": round(fidelity.relative_error, 6) if fidelity else None,
-        "max_error_steps": round(fidelity.max_steps, 4) if fidelity else None,
-    }
+    return CoverageRow(
+        name=row.name,
+        kind=row.kind,
+        shape=row.shape,
+        action=row.action,
+        scheme=row.scheme,
+        reason=row.reason,
+        source_bytes=row.source_bytes,
+        stored_bytes=row.stored_bytes,
+        sqnr_db=round(fidelity.sqnr_db, 3) if fidelity and math.isfinite(fidelity.sqnr_db) else None,
+        relative_error=round(fidelity.relative_error, 6) if fidelity else None,
+        max_error_steps=round(fidelity.max_steps, 4) if fidelity else None,
+    )
+
+
+def _record_json(record: Record) -> bytes:
+    return to_json(record.model_dump(mode="json"))
 
 
 def plan_conversion(model: str, config: QuantizationConfig, *, strict: bool = False) -> ConversionPlan:
@@ -162,7 +170,7 @@ def convert(
     command: Sequence[str] = (),
     num_threads: int | None = None,
     progress: Progress = no_progress,
-) -> dict[str, Any]:
+) -> Record:
     """Write the artifact a plan describes, completely or not at all.
 
     Args:
@@ -202,11 +210,11 @@ def convert(
         if written:
             written.result()
         progress("", plan.source_bytes, plan.source_bytes)
-        record = plan.record(fidelities, hashes.result(), writer.finish(), command)
-        for name, contents in plan.reader.side_files().items():
+        weights_sha256 = writer.finish()
+        for name, contents in plan.side_files().items():
             writer.write_file(name, contents)
-        writer.write_file("config.json", plan.config_json())
-        writer.write_file(RECORD, to_json(record))
+        record = plan.record(fidelities, hashes.result(), weights_sha256, writer.files, command)
+        writer.write_file(layout.RECORD, _record_json(record))
         _check_written(plan, writer)
     return record
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from safetensors import safe_open
 
 from llmq.checkpoint.inspect import describe
 from llmq.checkpoint.loader import load_weights
-from llmq.checkpoint.writer import plan_shards
+from llmq.checkpoint.safetensors import read_header, write_file
+from llmq.checkpoint.writer import plan_shards, stage
 from llmq.config import SCHEMES, QuantizationConfig
 from llmq.convert import convert, plan_conversion
 from llmq.errors import AlreadyQuantizedError, ArtifactError, CheckpointError, OutputError
@@ -27,9 +29,8 @@ from tests.tiny import random_tensors, tiny_config, write_checkpoint, write_tiny
 
 def run(source: Path, output: Path, *, force: bool = False, **config: Any) -> dict[str, Any]:
     fields = {"scheme": "int4_blockwise", **config}
-    return convert(
-        plan_conversion(str(source), QuantizationConfig(**fields)), output, force=force, command=["llmq", "convert"]
-    )
+    plan = plan_conversion(str(source), QuantizationConfig(**fields))
+    return convert(plan, output, force=force, command=["llmq", "convert"]).model_dump(mode="json")
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -134,25 +135,68 @@ def test_the_same_command_writes_the_same_bytes_with_any_number_of_threads(tmp_p
     assert contents[0] == contents[1] == contents[2]
 
 
-def test_existing_output_is_kept_without_force_and_replaced_with_it(tmp_path: Path) -> None:
+def test_force_replaces_an_artifact_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, out = write_tiny(tmp_path / "source"), tmp_path / "out"
-    out.mkdir()
-    (out / "precious").write_text("x")
+    run(source, out)
     with pytest.raises(OutputError, match="exists already; choose another directory or add --force"):
         run(source, out)
-    assert (out / "precious").read_text() == "x"
-    run(source, out, force=True)
-    assert not (out / "precious").exists()
-    describe(str(out), verify=True)
-    with pytest.raises(OutputError, match="is the source or contains it"):
-        run(source, source, force=True)
-    with pytest.raises(OutputError, match="is the source or contains it"):
-        run(source, tmp_path, force=True)
+    record = run(source, out, force=True, scheme="int8_per_channel")
+    assert describe(str(out), verify=True)["record"]["weights_sha256"] == record["weights_sha256"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "source"]
+
+    (out / "notes.txt").write_text("mine")  # a user's own file beside the artifact's
+    home = tmp_path / "home"
+    (home / "documents").mkdir(parents=True)
+    (home / "documents" / "thesis").write_text("precious")
+    for precious in (out, home, home / "documents"):
+        with pytest.raises(OutputError, match="is not an artifact of llmq, so --force does not replace it"):
+            run(source, precious, force=True)
+    assert (out / "notes.txt").read_text() == "mine"
+    assert (home / "documents" / "thesis").read_text() == "precious"
+
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    monkeypatch.chdir(empty)
+    with pytest.raises(OutputError, match="is the working directory or contains it"):
+        run(source, Path(), force=True)
+    monkeypatch.chdir(tmp_path)
+    run(source, empty, force=True)
+
+
+def test_targets_that_would_cost_something(tmp_path: Path) -> None:
+    source = write_tiny(tmp_path / "source")
+    for target in (source, tmp_path):
+        with pytest.raises(OutputError, match="is the source or contains it"):
+            run(source, target, force=True)
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match="is a file"):
         run(source, tmp_path / "file", force=True)
     with pytest.raises(OutputError, match="is not a directory"):
         run(source, tmp_path / "file" / "below")
+
+
+def test_a_failed_replacement_puts_the_old_artifact_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, out = write_tiny(tmp_path / "source"), tmp_path / "out"
+    run(source, out)
+    before = (out / "model.safetensors").read_bytes()
+    rename = Path.rename
+
+    def failing(self: Path, target: Path) -> Path:
+        if self.name.endswith("llmq-partial"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", failing)
+    with pytest.raises(OutputError, match="cannot be written"):
+        run(source, out, force=True, scheme="int8_per_channel")
+    assert (out / "model.safetensors").read_bytes() == before
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "source"]
+
+
+def test_two_conversions_to_one_target_do_not_meet(tmp_path: Path) -> None:
+    source, out = write_tiny(tmp_path / "source"), tmp_path / "out"
+    with stage(out, {}), pytest.raises(OutputError, match="another llmq is writing there"):
+        run(source, out)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -196,7 +240,7 @@ def test_a_kill_leaves_no_artifact_and_the_next_run_succeeds(tmp_path: Path) -> 
     source = write_tiny(tmp_path / "source", hidden_size=512, intermediate_size=2048, num_hidden_layers=24)
     command = [sys.executable, "-m", "llmq", "convert", str(source), "-o", str(tmp_path / "out")]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-    partial = tmp_path / ".out.partial"
+    partial = tmp_path / ".out.llmq-partial"
     deadline = time.monotonic() + 60
     while not (partial / "model.safetensors").exists() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.005)
@@ -231,33 +275,91 @@ def flip(path: Path, offset: int) -> None:
     path.write_bytes(contents)
 
 
-def test_verify_finds_every_kind_of_change(tmp_path: Path) -> None:
+def change_json(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    value = json.loads(path.read_text())
+    change(value)
+    path.write_text(json.dumps(value))
+
+
+CHANGES = {
+    "a byte of the weights": (lambda out: flip(out / "model.safetensors", -1), "the weights hash to"),
+    "a number of the model": (
+        lambda out: change_json(out / "config.json", lambda c: c.update(rms_norm_eps=1e-4)),
+        r"config.json: is missing or not what llmq.json says",
+    ),
+    "the quantization in the config": (
+        lambda out: change_json(out / "config.json", lambda c: c["quantization_config"].update(embedding="none")),
+        r"config.json: is missing or not what llmq.json says",
+    ),
+    "no quantization in the config": (
+        lambda out: change_json(out / "config.json", lambda c: c.pop("quantization_config")),
+        "holds codes, but config.json says nothing of them",
+    ),
+    "a side file": (lambda out: (out / "tokenizer.json").write_text("{}"), r"tokenizer.json: is missing or not what"),
+    "a missing side file": (lambda out: (out / "tokenizer.json").unlink(), r"tokenizer.json: is missing or not what"),
+    "a missing record": (lambda out: (out / "llmq.json").unlink(), r"llmq.json: is missing, so the weights"),
+    "a record that is not JSON": (lambda out: (out / "llmq.json").write_text("{"), r"llmq.json: is damaged"),
+    "a scheme in the record": (
+        lambda out: change_json(out / "llmq.json", lambda r: r["coverage"][2]["scheme"].update(num_bits=8)),
+        r"is stored as int4_per_channel asym, llmq.json says int8",
+    ),
+    "a width in the record": (
+        lambda out: change_json(out / "llmq.json", lambda r: r["coverage"][2]["scheme"].update(num_bits=5)),
+        r"llmq.json: is damaged \(coverage.2.scheme.num_bits=5: input should be 4 or 8",
+    ),
+    "a size in the record": (
+        lambda out: change_json(out / "llmq.json", lambda r: r["coverage"][2].update(stored_bytes=1)),
+        "is stored as int4_per_channel asym",
+    ),
+    "a row taken out of the record": (
+        lambda out: change_json(out / "llmq.json", lambda r: r["coverage"].pop()),
+        "tells of another model or quantization",
+    ),
+    "a field taken out of the record": (
+        lambda out: change_json(out / "llmq.json", lambda r: r.pop("weights_sha256")),
+        r"llmq.json: is damaged \(weights_sha256: is missing",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_verify_finds_every_kind_of_change(change: str, tmp_path: Path) -> None:
     source, out = write_tiny(tmp_path / "source"), tmp_path / "out"
-
-    def fresh() -> Path:
-        run(source, out, force=True)
-        return out / "model.safetensors"
-
-    flip(fresh(), -1)
-    with pytest.raises(ArtifactError, match="the weights hash to"):
+    (source / "tokenizer.json").write_text('{"a": 1}')
+    run(source, out)
+    describe(str(out), verify=True)
+    tamper, message = CHANGES[change]
+    tamper(out)
+    with pytest.raises(ArtifactError, match=message):
         describe(str(out), verify=True)
 
-    fresh()
-    record = json.loads((out / "llmq.json").read_text())
-    record["coverage"][2]["scheme"]["num_bits"] = 8
-    (out / "llmq.json").write_text(json.dumps(record))
-    with pytest.raises(ArtifactError, match=r"is stored as int4_per_channel asym, llmq.json says int8"):
-        describe(str(out), verify=True)
 
-    fresh()
-    config = json.loads((out / "config.json").read_text())
-    config["quantization_config"]["embedding"] = "none"
-    (out / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ArtifactError, match="name different quantizations"):
-        describe(str(out), verify=True)
+def rewrite(path: Path, change: Callable[[dict[str, np.ndarray]], object]) -> None:
+    tensors = {name: tensor.read() for name, tensor in read_header(path)[0].items()}
+    change(tensors)
+    write_file(path, tensors.items(), {})
 
-    fresh()
-    (out / "llmq.json").unlink()
-    with pytest.raises(ArtifactError, match=r"llmq.json: is missing"):
-        describe(str(out), verify=True)
-    assert describe(str(out))["record"] is None
+
+NAME = "model.layers.0.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda t: t.update({f"{NAME}.scale": t[f"{NAME}.scale"].view(np.int16)}),
+            "is int16, must be bfloat16 or float32",
+        ),
+        (lambda t: t.update({f"{NAME}.scale": t[f"{NAME}.scale"].astype(np.float16)}), "is float16, must be bfloat16"),
+        (lambda t: t.update({f"{NAME}.values": t[f"{NAME}.values"].astype(np.int16)}), "is int16, must be uint8"),
+        (lambda t: t.pop(f"{NAME}.scale"), "has values but no scale"),
+        (lambda t: t.update({f"{NAME}.scale": t[f"{NAME}.scale"][:5]}), "do not fit together"),
+        (lambda t: t.update({f"{NAME}.zero": t[f"{NAME}.zero"][:5]}), "do not fit together"),
+        (lambda t: t.update({NAME: np.zeros((256, 128), np.float32)}), "is stored as codes and as a tensor"),
+    ],
+)
+def test_broken_layouts_are_refused_before_anything_runs(change: Callable, message: str, tmp_path: Path) -> None:
+    run(write_tiny(tmp_path / "source"), tmp_path / "out")
+    rewrite(tmp_path / "out" / "model.safetensors", change)
+    with pytest.raises(ArtifactError, match=message):
+        load_weights(str(tmp_path / "out"))

@@ -12,7 +12,6 @@ from fnmatch import fnmatchcase
 
 from llmq.checkpoint import layout
 from llmq.checkpoint.reader import TensorInfo
-from llmq.checkpoint.writer import entry_bytes
 from llmq.config import AUTO_GROUP_SIZES, KEEP, SCHEMES, Granularity, QuantizationConfig, Scheme
 from llmq.errors import ConfigError, CoverageError
 from llmq.model.config import ModelConfig
@@ -56,7 +55,7 @@ class TensorPlan:
     @property
     def stored_bytes(self) -> int:
         """Bytes it takes in the artifact."""
-        return sum(entry_bytes(entry) for entry in self.stored.values())
+        return sum(layout.entry_bytes(entry) for entry in self.stored.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +82,8 @@ def plan_coverage(
 
     Raises:
         CheckpointError: Tensors are missing, unknown or of a wrong shape.
-        ConfigError: A pattern matches no module, or the group size does not divide a layer.
+        ConfigError: A pattern matches no module, the group size does not divide a layer, or no
+            linear is left to quantize.
     """
     check_tensors({name: info.shape for name, info in tensors.items()}, model)
     expected = expected_tensors(model)
@@ -112,6 +112,8 @@ def plan_coverage(
                 stored=layout.entries(name, info.shape, scheme) if scheme else {name: (info.dtype, info.shape)},
             )
         )
+    if not any(row.scheme for row in rows if row.kind is Kind.LINEAR):
+        raise ConfigError("ignore, override and scheme: leave no linear to quantize; give them narrower patterns.")
     for name, info in tensors.items():
         if name not in expected:
             reason = droppable(name, model) or ""

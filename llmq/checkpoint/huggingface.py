@@ -105,6 +105,9 @@ def _weight_map(index: Path) -> dict[str, str]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: has no weight_map.")
+    wrong = next((name for name, file in weight_map.items() if not isinstance(file, str) or len(file) > 255), None)
+    if wrong is not None:
+        raise CheckpointError(f"{index}: weight_map names no file for {wrong}.")
     return weight_map
 
 

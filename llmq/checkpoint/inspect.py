@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 
 from llmq.checkpoint import layout
+from llmq.checkpoint.coverage import Action
 from llmq.checkpoint.loader import ModelWeights, load_weights
 from llmq.checkpoint.reader import Progress, no_progress, read_json
-from llmq.checkpoint.writer import INDEX, RECORD, entry_bytes, hash_tensor
+from llmq.checkpoint.record import CoverageRow, Record, read_record
+from llmq.checkpoint.writer import hash_tensor
 from llmq.config import Granularity, Scheme
 from llmq.errors import ArtifactError
 from llmq.model.names import expected_tensors
@@ -34,7 +36,7 @@ def describe(model: str, *, verify: bool = False, progress: Progress = no_progre
     """
     weights = load_weights(model)
     path = weights.reader.path
-    record = read_json(path / RECORD) if weights.quantization and (path / RECORD).is_file() else None
+    record = read_record(path) if weights.quantization else None
     if verify:
         _verify(weights, record, progress)
     return {
@@ -45,7 +47,7 @@ def describe(model: str, *, verify: bool = False, progress: Progress = no_progre
         "num_bytes": weights.num_bytes,
         "quantization": weights.quantization.model_dump(mode="json") if weights.quantization else None,
         "coverage": _coverage(weights, record),
-        "record": {key: value for key, value in record.items() if key != "coverage"} if record else None,
+        "record": record.model_dump(mode="json", exclude={"coverage"}) if record else None,
     }
 
 
@@ -71,33 +73,35 @@ def stored_scheme(name: str, entries: Mapping[str, layout.Entry]) -> Scheme:
     )
 
 
-def _coverage(weights: ModelWeights, record: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+def _coverage(weights: ModelWeights, record: Record | None) -> list[dict[str, Any]]:
     """One row per weight as it lies in the files; reasons and fidelity come from the record."""
-    noted = {row["name"]: row for row in record["coverage"]} if record else {}
+    noted = {row.name: row for row in record.coverage} if record else {}
     rows = []
     for name, expected in expected_tensors(weights.config).items():
         quantized = weights.is_quantized(name)
         scheme = stored_scheme(name, weights.entries) if quantized else None
         parts = layout.entries(name, expected.shape, scheme) if scheme else {name: weights.entries[name]}
-        stored_bytes = sum(entry_bytes(entry) for entry in parts.values())
-        note = noted.get(name, {})
-        rows.append(
-            {
-                "name": name,
-                "kind": expected.kind,
-                "shape": list(expected.shape),
-                "action": "quantize" if quantized else "keep",
-                "scheme": scheme.model_dump(mode="json") if scheme else None,
-                "reason": note.get("reason", ""),
-                "source_bytes": note.get("source_bytes", stored_bytes),
-                "stored_bytes": stored_bytes,
-                "sqnr_db": note.get("sqnr_db"),
-            }
+        stored_bytes = sum(layout.entry_bytes(entry) for entry in parts.values())
+        note = noted.get(name)
+        row = CoverageRow(
+            name=name,
+            kind=expected.kind,
+            shape=expected.shape,
+            action=Action.QUANTIZE if quantized else Action.KEEP,
+            scheme=scheme,
+            reason=note.reason if note else "",
+            source_bytes=note.source_bytes if note else stored_bytes,
+            stored_bytes=stored_bytes,
+            sqnr_db=note.sqnr_db if note else None,
+            relative_error=note.relative_error if note else None,
+            max_error_steps=note.max_error_steps if note else None,
         )
+        rows.append(row.model_dump(mode="json"))
     return rows
 
 
-def _verify(weights: ModelWeights, record: Mapping[str, Any] | None, progress: Progress) -> None:
+def _verify(weights: ModelWeights, record: Record | None, progress: Progress) -> None:
+    path = weights.reader.path
     digest = hashlib.sha256()
     done = 0
     for name, info in weights.reader.tensors.items():
@@ -108,21 +112,21 @@ def _verify(weights: ModelWeights, record: Mapping[str, Any] | None, progress: P
         done += info.num_bytes
     if record is None:
         if weights.quantization:
-            raise ArtifactError(
-                f"{weights.reader.path / RECORD}: is missing, so the weights cannot be held against it."
-            )
+            raise ArtifactError(f"{path / layout.RECORD}: is missing, so the weights cannot be held against it.")
         return
-    if record["weights_sha256"] != digest.hexdigest():
+    if record.weights_sha256 != digest.hexdigest():
         raise ArtifactError(
-            f"{weights.reader.path}: the weights hash to {digest.hexdigest()}, {RECORD} says {record['weights_sha256']}; the artifact was changed."
+            f"{path}: the weights hash to {digest.hexdigest()}, {layout.RECORD} says {record.weights_sha256}; {_CHANGED}."
         )
-    assert weights.quantization
-    if record["quantization"] != weights.quantization.model_dump(mode="json"):
-        raise ArtifactError(
-            f"{weights.reader.path}: config.json and {RECORD} name different quantizations; the artifact was changed."
-        )
+    for name, expected in record.files.items():
+        file = path / name
+        if not file.is_file() or hashlib.sha256(file.read_bytes()).hexdigest() != expected:
+            raise ArtifactError(f"{file}: is missing or not what {layout.RECORD} says; {_CHANGED}.")
     _check_record(weights, record)
-    _check_total(weights.reader.path, weights.num_bytes)
+    _check_total(path, weights.num_bytes)
+
+
+_CHANGED = "the artifact was changed"
 
 
 def _check_values(name: str, tensor: np.ndarray) -> None:
@@ -132,21 +136,25 @@ def _check_values(name: str, tensor: np.ndarray) -> None:
         raise ArtifactError(f"{name}: holds a scale that is not positive; the artifact is damaged.")
 
 
-def _check_record(weights: ModelWeights, record: Mapping[str, Any]) -> None:
-    for row in record["coverage"]:
-        name, claimed = row["name"], Scheme(**row["scheme"]) if row["scheme"] else None
-        if row["action"] == "drop":
-            continue
-        parts = layout.entries(name, tuple(row["shape"]), claimed) if claimed else {name: weights.entries.get(name)}
-        if any(weights.entries.get(part) != entry for part, entry in parts.items()) or None in parts.values():
+def _check_record(weights: ModelWeights, record: Record) -> None:
+    rows = {row.name: row for row in record.coverage if row.action is not Action.DROP}
+    if record.quantization != weights.quantization or len(rows) != len(weights) or set(rows) != set(weights):
+        raise ArtifactError(
+            f"{weights.reader.path / layout.RECORD}: tells of another model or quantization; {_CHANGED}."
+        )
+    for name, row in rows.items():
+        parts = layout.entries(name, row.shape, row.scheme) if row.scheme else {name: weights.entries.get(name)}
+        same = all(entry is not None and weights.entries.get(part) == entry for part, entry in parts.items())
+        size = sum(layout.entry_bytes(entry) for entry in parts.values() if entry)
+        if not same or size != row.stored_bytes or (row.action is Action.QUANTIZE) != bool(row.scheme):
             found = stored_scheme(name, weights.entries) if weights.is_quantized(name) else "an unquantized tensor"
             raise ArtifactError(
-                f"{name}: is stored as {found}, {RECORD} says {claimed or 'kept'}; the artifact was changed."
+                f"{name}: is stored as {found}, {layout.RECORD} says {row.scheme or row.action}; {_CHANGED}."
             )
 
 
 def _check_total(path: Path, num_bytes: int) -> None:
-    if (path / INDEX).is_file():
-        total = read_json(path / INDEX).get("metadata", {}).get("total_size")
+    if (path / layout.INDEX).is_file():
+        total = read_json(path / layout.INDEX).get("metadata", {}).get("total_size")
         if total != num_bytes:
-            raise ArtifactError(f"{path / INDEX}: says total_size {total}, the tensors have {num_bytes} bytes.")
+            raise ArtifactError(f"{path / layout.INDEX}: says total_size {total}, the tensors have {num_bytes} bytes.")

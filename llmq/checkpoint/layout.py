@@ -14,22 +14,39 @@ the fields of `llmq.config.QuantizationConfig`.
 """
 
 from collections.abc import Callable, Mapping
+from importlib.metadata import version
 from typing import Any
 
 import numpy as np
 
 from llmq.checkpoint.reader import QUANT_METHOD
 from llmq.config import QuantizationConfig, Scheme, validated
-from llmq.errors import ArtifactError
+from llmq.errors import ArtifactError, ConfigError
 from llmq.quant import QTensor, unpack_int4
 from llmq.quant.affine import dtype_of
 
 #: Raised when a reader of the previous version would misread a new file.
 FORMAT_VERSION = 1
 
+#: The artifact's files beside its weights and the source's own: see `record`, and the hub's index.
+RECORD, INDEX = "llmq.json", "model.safetensors.index.json"
+
 VALUES, SCALE, ZERO = ".values", ".scale", ".zero"
 
 Entry = tuple[np.dtype[Any], tuple[int, ...]]
+
+
+def entry_bytes(entry: Entry) -> int:
+    """Bytes of a tensor.
+
+    Args:
+        entry: Its dtype and shape.
+
+    Returns:
+        The number of bytes, without any header.
+    """
+    dtype, shape = entry
+    return dtype.itemsize * int(np.prod(shape, dtype=np.int64))
 
 
 def entries(name: str, shape: tuple[int, ...], scheme: Scheme) -> dict[str, Entry]:
@@ -103,6 +120,8 @@ def check(name: str, stored: Mapping[str, Entry]) -> tuple[int, ...]:
             f"{name}{VALUES}: is {dtype.name}, must be uint8 (int4 codes) or int8; the artifact is damaged."
         )
     grid = stored[name + SCALE]
+    if grid[0] not in (dtype_of(np, "bfloat16"), np.dtype(np.float32)):
+        raise ArtifactError(f"{name}{SCALE}: is {grid[0].name}, must be bfloat16 or float32; the artifact is damaged.")
     fits = len(shape) >= 2 and grid[1][:-1] == shape[:-1] and grid[1][-1] > 0 and shape[-1] % grid[1][-1] == 0
     if not fits or stored.get(name + ZERO, grid) != grid:
         raise ArtifactError(
@@ -120,26 +139,32 @@ def quantization_dict(config: QuantizationConfig) -> dict[str, Any]:
     Returns:
         A JSON object.
     """
-    return {"quant_method": QUANT_METHOD, "format_version": FORMAT_VERSION, **config.model_dump(mode="json")}
+    made_by = {"quant_method": QUANT_METHOD, "format_version": FORMAT_VERSION, "llmq_version": version("llmq")}
+    return {**made_by, **config.model_dump(mode="json")}
 
 
-def read_quantization(raw: Mapping[str, Any], made_by: str) -> QuantizationConfig:
+def read_quantization(raw: Mapping[str, Any]) -> QuantizationConfig:
     """Undo `quantization_dict`, refusing what this version cannot know.
 
     Args:
         raw: ``config.json``'s ``quantization_config``.
-        made_by: The version of llmq that wrote it, for the message.
 
     Returns:
         The configuration.
 
     Raises:
-        ArtifactError: The format is newer than this llmq, or not a number.
+        ArtifactError: The format is newer than this llmq, or the fields break a rule.
     """
-    version = raw.get("format_version")
-    if not isinstance(version, int) or version < 1 or version > FORMAT_VERSION:
+    number = raw.get("format_version")
+    if type(number) is not int or number < 1 or number > FORMAT_VERSION:
+        made_by = raw.get("llmq_version", "of an unknown version")
         raise ArtifactError(
-            f"format_version={version!r}: written by llmq {made_by}, this llmq reads up to {FORMAT_VERSION}; upgrade llmq or convert again."
+            f"format_version={number!r}: written by llmq {made_by}, this llmq reads up to {FORMAT_VERSION}; upgrade llmq or convert again."
         )
-    fields = {key: value for key, value in raw.items() if key not in ("quant_method", "format_version")}
-    return validated(QuantizationConfig, **fields)
+    try:
+        return validated(QuantizationConfig, **{key: raw[key] for key in raw if key not in _MADE_BY})
+    except ConfigError as err:
+        raise ArtifactError(f"config.json: quantization_config: {err}") from err
+
+
+_MADE_BY = ("quant_method", "format_version", "llmq_version")

@@ -5,14 +5,20 @@ version, the index, and that every tensor is there in its right shape.
 """
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from llmq.checkpoint import layout
-from llmq.checkpoint.reader import QUANT_METHOD, CheckpointReader, open_checkpoint, read_json, refuse_quantized
+from llmq.checkpoint.reader import (
+    QUANT_METHOD,
+    CheckpointReader,
+    open_checkpoint,
+    quantization_of,
+    refuse_quantized,
+)
 from llmq.config import QuantizationConfig
+from llmq.errors import ArtifactError
 from llmq.model.config import ModelConfig
 from llmq.model.names import check_tensors, droppable
 from llmq.quant import QTensor
@@ -34,12 +40,20 @@ class ModelWeights(Mapping[str, "np.ndarray | QTensor"]):
         self.reader = reader
         self.config = ModelConfig.from_dict(reader.config)
         self.quantization: QuantizationConfig | None = None
+        self.entries: dict[str, layout.Entry] = {name: (t.dtype, t.shape) for name, t in reader.tensors.items()}
+        names = logical_names(self.entries)
         if is_artifact(reader.config):
-            self.quantization = layout.read_quantization(reader.config["quantization_config"], _made_by(reader.path))
+            self.quantization = layout.read_quantization(quantization_of(reader.config))
+        elif len(names) != len(self.entries):
+            raise ArtifactError(
+                f"{reader.path}: holds codes, but config.json says nothing of them; the artifact is damaged."
+            )
         else:
             refuse_quantized(reader.config, reader.tensors, reader.path)
-        self.entries: dict[str, layout.Entry] = {name: (t.dtype, t.shape) for name, t in reader.tensors.items()}
-        shapes = {name: self._shape(name) for name in logical_names(self.entries)}
+        shapes = {name: self._shape(name) for name in names}
+        if len(shapes) != len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ArtifactError(f"{twice}: is stored as codes and as a tensor; the artifact is damaged.")
         check_tensors(shapes, self.config)
         self.shapes = {name: shape for name, shape in shapes.items() if not droppable(name, self.config)}
 
@@ -94,7 +108,7 @@ def load_weights(model: str) -> ModelWeights:
 
 def is_artifact(config: Mapping[str, Any]) -> bool:
     """Whether a ``config.json`` is one llmq wrote for a quantized model."""
-    return (config.get("quantization_config") or {}).get("quant_method") == QUANT_METHOD
+    return quantization_of(config).get("quant_method") == QUANT_METHOD
 
 
 def logical_names(stored: Mapping[str, Any]) -> list[str]:
@@ -115,12 +129,3 @@ def logical_names(stored: Mapping[str, Any]) -> list[str]:
         elif dot + ending == layout.VALUES:
             names.append(base)
     return names
-
-
-def _made_by(path: Path) -> str:
-    record = path / "llmq.json"
-    return (
-        str(read_json(record).get("llmq_version", "of an unknown version"))
-        if record.is_file()
-        else "of an unknown version"
-    )

@@ -92,9 +92,12 @@ def resolve_model(model: str) -> Path:
     Raises:
         CheckpointError: There is no such path and the hub cannot give it.
     """
-    path = Path(model).expanduser()
-    if path.exists():
-        return path
+    try:
+        path = Path(model).expanduser()
+        if path.exists():
+            return path
+    except (OSError, RuntimeError, ValueError) as err:  # no such user, too long, a NUL byte
+        raise CheckpointError(f"{model[:200]}: is not a usable path ({err}).") from err
     if model.startswith((".", "/", "~")) or model.count("/") != 1:
         raise CheckpointError(
             f"{model}: no such file or directory; give a model's directory, a .gguf file, or a hub id like organization/name."
@@ -177,6 +180,28 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """How a ``config.json`` says the weights are quantized.
+
+    Args:
+        config: The parsed file.
+
+    Returns:
+        Its ``quantization_config``; empty when there is none.
+
+    Raises:
+        CheckpointError: It is not an object.
+    """
+    quantization = config.get("quantization_config") or config.get("compression_config") or {}
+    if not isinstance(quantization, Mapping):
+        raise CheckpointError(f"config.json: quantization_config={quantization!r}: must be an object.")
+    return quantization
+
+
+#: Types of weights that are not codes.
+FLOATS = ("bfloat16", "float16", "float32")
+
+
 def refuse_quantized(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], path: Path) -> None:
     """Refuse a source whose weights are already codes; casting them would be silent nonsense.
 
@@ -187,14 +212,19 @@ def refuse_quantized(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo
 
     Raises:
         AlreadyQuantizedError: The config names a quantizer, or a weight has a code's type.
+        CheckpointError: A tensor has a type llmq does not read.
     """
-    quantization = config.get("quantization_config") or config.get("compression_config")
+    quantization = quantization_of(config)
     way_out = "give the unquantized bfloat16, float16 or float32 checkpoint instead"
     if quantization:
         method = quantization.get("quant_method", "unnamed")
         raise AlreadyQuantizedError(f"{path}: is already quantized with {method}; {way_out}.")
     for name, info in tensors.items():
-        if name.endswith("weight") and info.dtype.name not in ("bfloat16", "float16", "float32"):
+        if info.dtype.itemsize == 1 and name.endswith(".weight"):
             raise AlreadyQuantizedError(
                 f"{path}: tensor {name} is stored as {info.dtype.name}, so it is already quantized; {way_out}."
+            )
+        if info.dtype.name not in FLOATS:
+            raise CheckpointError(
+                f"{path}: tensor {name} is stored as {info.dtype.name}; llmq reads {', '.join(FLOATS)}."
             )

@@ -106,13 +106,20 @@ def read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
             )
         text = file.read(length)
     try:
-        header = json.loads(text)
+        header = json.loads(text, object_pairs_hook=_without_duplicates)
         metadata = header.pop("__metadata__", {})
         tensors = {name: _stored(path, row, 8 + length) for name, row in header.items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as err:
         raise CheckpointError(f"{path}: the header is not one of a safetensors file ({err}).") from err
     _check_contiguous(path, tensors, 8 + length, size)
     return tensors, metadata
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name stands twice")
+    return found
 
 
 def _stored(path: Path, row: Mapping[str, Any], start: int) -> StoredTensor:

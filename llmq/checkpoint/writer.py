@@ -5,8 +5,10 @@ is untouched, so an error, a full disk or a kill leaves nothing half written.
 """
 
 import errno
+import fcntl
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -15,15 +17,12 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from llmq.checkpoint.layout import FORMAT_VERSION, Entry
+from llmq.checkpoint.layout import FORMAT_VERSION, INDEX, RECORD, Entry, entry_bytes
 from llmq.checkpoint.safetensors import encode_header, flush_to_disk, write_array
 from llmq.errors import OutputError
 
 #: A shard is closed before it would grow beyond this, unless one tensor alone does.
 MAX_SHARD_BYTES = 5_000_000_000
-
-INDEX = "model.safetensors.index.json"
-RECORD = "llmq.json"
 
 
 def plan_shards(entries: Mapping[str, Entry], max_bytes: int = MAX_SHARD_BYTES) -> dict[str, dict[str, Entry]]:
@@ -48,19 +47,6 @@ def plan_shards(entries: Mapping[str, Entry], max_bytes: int = MAX_SHARD_BYTES) 
     if len(shards) == 1:
         return {"model.safetensors": shards[0]}
     return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards, 1)}
-
-
-def entry_bytes(entry: Entry) -> int:
-    """Bytes of a tensor.
-
-    Args:
-        entry: Its dtype and shape.
-
-    Returns:
-        The number of bytes, without any header.
-    """
-    dtype, shape = entry
-    return dtype.itemsize * int(np.prod(shape, dtype=np.int64))
 
 
 def index_json(shards: Mapping[str, Mapping[str, Entry]]) -> bytes:
@@ -110,10 +96,12 @@ class ArtifactWriter:
 
     Attributes:
         directory: The staging directory.
+        files: sha256 of every small file written so far, by name.
     """
 
     def __init__(self, directory: Path, shards: Mapping[str, Mapping[str, Entry]]) -> None:
         self.directory = directory
+        self.files: dict[str, str] = {}
         self._shards = shards
         self._queue = [(file, name) for file, shard in shards.items() for name in shard]
         self._file: BinaryIO | None = None
@@ -159,6 +147,7 @@ class ArtifactWriter:
         with (self.directory / name).open("wb") as file:
             file.write(contents)
             flush_to_disk(file)
+        self.files[name] = hashlib.sha256(contents).hexdigest()
 
     def close(self) -> None:
         """Close what an error left open."""
@@ -197,9 +186,34 @@ def check_target(target: Path, source: Path, *, force: bool) -> None:
         raise OutputError(f"output={target}: is a file; choose a directory.")
     if place.exists() and not force:
         raise OutputError(f"output={target}: exists already; choose another directory or add --force to replace it.")
+    if place.exists() and any(place.iterdir()) and not is_replaceable(place):
+        raise OutputError(
+            f"output={target}: is not an artifact of llmq, so --force does not replace it; choose another directory."
+        )
+    if place == Path.cwd() or place in Path.cwd().parents:
+        raise OutputError(f"output={target}: is the working directory or contains it; choose another directory.")
     ancestor = next(parent for parent in place.parents if parent.exists())
     if not ancestor.is_dir():
         raise OutputError(f"output={target}: {ancestor} is not a directory.")
+
+
+def is_replaceable(directory: Path) -> bool:
+    """Whether a directory is an artifact and nothing more: replacing it loses nothing but that.
+
+    Args:
+        directory: An existing one.
+
+    Returns:
+        True when it holds a record, and no file or directory that is not of an artifact.
+    """
+    try:
+        known = set(json.loads((directory / RECORD).read_bytes())["files"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return False
+    return all(
+        path.is_file() and (path.name in known or path.name in (RECORD, INDEX) or path.suffix == ".safetensors")
+        for path in directory.iterdir()
+    )
 
 
 @contextmanager
@@ -217,20 +231,19 @@ def stage(target: Path, shards: Mapping[str, Mapping[str, Entry]]) -> Generator[
         OutputError: The disk is full or the directory cannot be written.
     """
     place = target.resolve()
-    staging = place.with_name(f".{place.name}.partial")
+    staging = place.with_name(f".{place.name}.llmq-partial")
     created = _missing_parents(place)
     writer = None
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(staging, ignore_errors=True)  # of a run that was killed
-        staging.mkdir()
-        writer = ArtifactWriter(staging, shards)
-        yield writer
-        _swap(staging, place)
+        with _locked(staging, target):
+            writer = ArtifactWriter(staging, shards)
+            yield writer
+            _swap(staging, place)
     except BaseException as err:
         if writer:
             writer.close()
-        shutil.rmtree(staging, ignore_errors=True)
+            shutil.rmtree(staging, ignore_errors=True)
         for directory in created:
             if directory.is_dir() and not any(directory.iterdir()):
                 directory.rmdir()
@@ -243,13 +256,37 @@ def _missing_parents(place: Path) -> list[Path]:
     return [parent for parent in place.parents if not parent.exists()]
 
 
+@contextmanager
+def _locked(staging: Path, target: Path) -> Generator[None]:
+    """Make the staging directory ours: new, or left by a run that was killed, but not one in use."""
+    staging.mkdir(exist_ok=True)
+    descriptor = os.open(staging, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for leftover in staging.iterdir():
+            leftover.unlink()
+        yield
+    except BlockingIOError as err:
+        raise OutputError(
+            f"output={target}: another llmq is writing there; wait for it or choose another directory."
+        ) from err
+    finally:
+        os.close(descriptor)
+
+
 def _swap(staging: Path, place: Path) -> None:
-    old = place.with_name(f".{place.name}.replaced")
-    shutil.rmtree(old, ignore_errors=True)
-    if place.exists():
-        place.rename(old)
-    staging.rename(place)
-    shutil.rmtree(old, ignore_errors=True)
+    """Put the artifact in its place; an older one is deleted once the new one stands."""
+    if not place.exists():
+        staging.rename(place)
+        return
+    old = place.with_name(f".{place.name}.llmq-replaced")
+    place.rename(old)
+    try:
+        staging.rename(place)
+    except OSError:
+        old.rename(place)
+        raise
+    shutil.rmtree(old)
 
 
 def _output_error(err: OSError, target: Path, shards: Mapping[str, Mapping[str, Entry]]) -> OutputError:

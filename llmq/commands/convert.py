@@ -45,7 +45,7 @@ def convert(
     target = output or Path(f"{Path(model).resolve().stem}-{config.scheme}")
     size = plan.artifact_bytes
     if dry_run:
-        rows = [coverage_row(row) for row in plan.coverage]
+        rows = [coverage_row(row).model_dump(mode="json") for row in plan.coverage]
         print_coverage(rows)
         say(f"{summary(rows)}; would write {human_bytes(size)} ({size:,} bytes) to {target}")
         if as_json:
@@ -53,7 +53,8 @@ def convert(
         return
     check_target(target, plan.reader.path, force=force)
     with byte_progress("converting") as progress:
-        record = convert(plan, target, force=force, command=["llmq", *sys.argv[1:]], progress=progress)
+        done = convert(plan, target, force=force, command=["llmq", *sys.argv[1:]], progress=progress)
+    record = done.model_dump(mode="json")
     written = sum(file.stat().st_size for file in target.iterdir())
     print_coverage(record["coverage"])
     say(
