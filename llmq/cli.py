@@ -4,6 +4,7 @@ This is the only place where an `LlmqError` becomes one line on stderr and exit 
 import their work when they run, so that ``--help`` stays quick.
 """
 
+import os
 import sys
 from importlib.metadata import version
 from typing import Annotated
@@ -56,5 +57,14 @@ def main() -> None:
     try:
         app()
     except LlmqError as err:
-        print(f"llmq: {err}", file=sys.stderr)
-        sys.exit(2)
+        _fail(str(err))
+    except BrokenPipeError:  # the reader of our output has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except OSError as err:
+        _fail(f"{err.filename or 'a file'}: cannot be used ({err.strerror or err}).")
+
+
+def _fail(message: str) -> None:
+    print(f"llmq: {message}", file=sys.stderr)
+    sys.exit(2)

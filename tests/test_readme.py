@@ -53,7 +53,7 @@ def test_commands_that_work_are_listed() -> None:
 def test_make_targets_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
     for document in ("README.md", "CONTRIBUTING.md"):
-        for target in re.findall(r"\bmake (\w+)", (ROOT / document).read_text()):
+        for target in re.findall(r"(?:^    |`)make (\w+)", (ROOT / document).read_text(), re.MULTILINE):
             assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"{document}: make {target}"
 
 

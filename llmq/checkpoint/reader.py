@@ -97,7 +97,9 @@ def resolve_model(model: str) -> Path:
         if path.exists():
             return path
     except (OSError, RuntimeError, ValueError) as err:  # no such user, too long, a NUL byte
-        raise CheckpointError(f"{model[:200]}: is not a usable path ({err}).") from err
+        raise CheckpointError(
+            f"{model[:200]}: is not a usable path ({getattr(err, 'strerror', None) or err})."
+        ) from err
     if model.startswith((".", "/", "~")) or model.count("/") != 1:
         raise CheckpointError(
             f"{model}: no such file or directory; give a model's directory, a .gguf file, or a hub id like organization/name."

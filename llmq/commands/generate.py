@@ -57,14 +57,14 @@ def generate(
     prompts = [encode(text) for text in texts]
     context = weights.config.max_positions
     longest = max((len(ids) for ids in prompts), default=_CHAT_CONTEXT - max_tokens)
-    max_len = max_model_len or min(context, longest + max_tokens)
-    if max_len > context:
-        raise ConfigError(f"max_model_len={max_len}: the model's context is {context}.")
+    max_len = min(context, longest + max_tokens) if max_model_len is None else max_model_len
+    if not 0 < max_len <= context:
+        raise ConfigError(f"max_model_len={max_len}: must be positive and at most the model's context, {context}.")
 
-    from llmq.engine.generate import Session, check_fits
+    from llmq.engine.generate import Session, check_prompt
 
     for ids in prompts:
-        check_fits(len(ids), params, max_len)
+        check_prompt(ids, params, max_len, weights.config.vocab_size)
     opened = _open(weights, backend, device, dtype, max_len, stats)
     session = Session(opened, tokenizer)
     if interactive:
@@ -82,21 +82,31 @@ def _sampling(tokenizer: "Tokenizer", **given: Any) -> "SamplingParams":
     from llmq.engine.sampling import SamplingParams
 
     named = {key: value for key, value in given.items() if value is not None}
-    fields = SamplingParams.model_fields
-    own = {} if "temperature" in named else {k: v for k, v in tokenizer.generation_defaults.items() if k in fields}
+    own = {} if "temperature" in named else dict(tokenizer.generation_defaults)
+    ignored = {key: own.pop(key) for key in list(own) if key not in SamplingParams.model_fields}
     used = {key: value for key, value in own.items() if key not in named}
     if used:
-        say("sampling defaults of the model: " + ", ".join(f"{key}={value}" for key, value in used.items()))
+        say(f"sampling defaults of the model: {_listed(used)}")
+    if ignored:
+        say(f"sampling defaults of the model that llmq does not apply: {_listed(ignored)}")
+    try:
+        validated(SamplingParams, **used)
+    except ConfigError as err:
+        raise ConfigError(f"generation_config.json: {str(err)[:-1]}; name your own, as in --temperature 0.") from err
     return validated(SamplingParams, **{**own, **named})
+
+
+def _listed(values: dict[str, Any]) -> str:
+    return ", ".join(f"{key}={value}" for key, value in values.items())
 
 
 def _read_prompts(path: Path | None) -> list[str]:
     assert path
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        text = path.read_bytes().decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as err:
         raise ConfigError(f"prompts_file={path}: cannot be read as UTF-8 text ({err}).") from err
-    prompts = [line for line in lines if line.strip()]
+    prompts = [line.removesuffix("\r") for line in text.split("\n") if line.strip()]
     if not prompts:
         raise ConfigError(f"prompts_file={path}: holds no prompt; write one a line.")
     return prompts

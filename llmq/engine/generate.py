@@ -13,7 +13,7 @@ import numpy as np
 
 from llmq.backends.base import InferenceModel
 from llmq.engine.sampling import SamplingParams, resolve_seed, sample
-from llmq.errors import ConfigError
+from llmq.errors import CheckpointError, ConfigError
 from llmq.model.tokenizer import Tokenizer
 
 
@@ -40,19 +40,27 @@ class Completion:
     seed: int | None = None
 
 
-def check_fits(num_tokens: int, params: SamplingParams, max_len: int) -> None:
-    """Refuse a request that a slot cannot hold.
+def check_prompt(prompt: Sequence[int], params: SamplingParams, max_len: int, vocab_size: int) -> None:
+    """Refuse a request that a model cannot answer.
 
     Args:
-        num_tokens: Tokens of the prompt.
+        prompt: Token ids.
         params: Uses `max_tokens`.
-        max_len: Positions of the slot.
+        max_len: Positions of a slot.
+        vocab_size: Rows of the embedding.
 
     Raises:
         ConfigError: The prompt is empty, or it and `max_tokens` exceed `max_len`.
+        CheckpointError: The tokenizer gives ids that the model does not have.
     """
+    num_tokens = len(prompt)
     if num_tokens == 0:
         raise ConfigError("prompt: has no tokens; give some text.")
+    outside = next((token for token in prompt if not 0 <= token < vocab_size), None)
+    if outside is not None:
+        raise CheckpointError(
+            f"token {outside}: the tokenizer gives it, but the model's vocabulary has {vocab_size}; they do not belong together."
+        )
     if num_tokens + params.max_tokens > max_len:
         raise ConfigError(
             f"prompt of {num_tokens} tokens and max_tokens={params.max_tokens}: exceed the context of {max_len}; "
@@ -92,8 +100,9 @@ class Session:
 
         Raises:
             ConfigError: The prompt is empty, or it and `max_tokens` exceed the context.
+            CheckpointError: The prompt holds ids that the model does not have.
         """
-        check_fits(len(prompt), params, self._model.caps.max_len)
+        check_prompt(prompt, params, self._model.caps.max_len, self._model.caps.vocab_size)
         params = resolve_seed(params)
         start = time.perf_counter()
         self.last = done = Completion(len(prompt), self._prefill(prompt), seed=params.seed)

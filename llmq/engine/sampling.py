@@ -11,6 +11,7 @@ import numpy as np
 from pydantic import Field
 
 from llmq.config import Frozen
+from llmq.errors import BackendError
 
 
 class SamplingParams(Frozen):
@@ -53,10 +54,17 @@ def sample(logits_V: np.ndarray, params: SamplingParams, index: int) -> int:
 
     Returns:
         The token's id. Ties go to the lower id.
+
+    Raises:
+        BackendError: The logits are not finite.
     """
+    best = int(np.argmax(logits_V))  # a NaN, if there is one
+    if not np.isfinite(logits_V[best]):
+        raise BackendError("logits: are not finite; the weights are damaged, or overflow in this compute type.")
     if params.temperature == 0:
-        return int(np.argmax(logits_V))
-    scaled_V = logits_V.astype(np.float64) / params.temperature
+        return best
+    with np.errstate(over="ignore"):
+        scaled_V = (logits_V.astype(np.float64) - logits_V[best]) / params.temperature
     order = np.argsort(-scaled_V, kind="stable")
     if params.top_k:
         order = order[: params.top_k]

@@ -8,10 +8,12 @@ say is read from the file, in the spelling of transformers 4 (``rope_theta``, ``
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from llmq.config import Frozen
-from llmq.errors import CheckpointError, UnsupportedModelError
+from pydantic import Field, model_validator
+
+from llmq.config import Frozen, validated
+from llmq.errors import CheckpointError, ConfigError, UnsupportedModelError
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,12 @@ FAMILIES: MappingProxyType[str, Family] = MappingProxyType(
 )
 
 
+#: A size of a tensor, a factor, and a count that bounds a loop.
+_Size = Annotated[int, Field(gt=0, le=1 << 40)]
+_Factor = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_Count = Annotated[int, Field(gt=0, le=4096)]
+
+
 class Rotary(Frozen):
     """Rotary position embedding.
 
@@ -56,14 +64,14 @@ class Rotary(Frozen):
     """
 
     kind: Literal["default", "linear", "llama3", "yarn"] = "default"
-    theta: float = 10000.0
-    factor: float = 1.0
-    original_max_positions: int | None = None
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
+    theta: _Factor = 10000.0
+    factor: _Factor = 1.0
+    original_max_positions: _Size | None = None
+    low_freq_factor: _Factor = 1.0
+    high_freq_factor: _Factor = 4.0
+    beta_fast: _Factor = 32.0
+    beta_slow: _Factor = 1.0
+    attention_factor: _Factor | None = None
 
 
 class ModelConfig(Frozen):
@@ -88,24 +96,32 @@ class ModelConfig(Frozen):
     """
 
     architecture: str
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    max_positions: int
-    norm_eps: float
+    vocab_size: _Size
+    hidden_size: _Size
+    intermediate_size: _Size
+    num_layers: _Count
+    num_heads: _Count
+    num_kv_heads: _Count
+    head_dim: _Size
+    max_positions: _Size
+    norm_eps: Annotated[float, Field(ge=0, lt=1)]
     tie_embeddings: bool
     attention_bias: bool
     output_bias: bool
     mlp_bias: bool
     qk_norm: bool
-    sliding_window: int | None
+    sliding_window: _Size | None
     rotary: Rotary
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
+
+    @model_validator(mode="after")
+    def _heads_fit(self) -> Self:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_kv_heads={self.num_kv_heads}: must divide the {self.num_heads} heads")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim}: must be even, because rotary positions turn pairs")
+        return self
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> "ModelConfig":
@@ -120,73 +136,101 @@ class ModelConfig(Frozen):
         Raises:
             UnsupportedModelError: The architecture, activation, rotary variant or window layout
                 is not one llmq knows.
-            CheckpointError: A field is missing or has the wrong type.
+            CheckpointError: A field is missing or breaks a rule.
         """
-        architecture = (raw.get("architectures") or ["(none)"])[0]
-        family = FAMILIES.get(architecture)
-        if family is None:
+        architecture = _architecture(raw)
+        family = FAMILIES[architecture]
+        if raw.get("hidden_act", "silu") != "silu":
             raise UnsupportedModelError(
-                f"architecture {architecture}: llmq reads {', '.join(FAMILIES)}; see CONTRIBUTING.md for adding a family."
+                f"hidden_act={raw['hidden_act']!r}: {architecture} is supported with 'silu' only."
             )
-        activation = raw.get("hidden_act", "silu")
-        if activation != "silu":
-            raise UnsupportedModelError(f"hidden_act={activation!r}: {architecture} is supported with 'silu' only.")
+        missing = [field for field in _REQUIRED if raw.get(field) is None]
+        if missing:
+            raise CheckpointError(f"config.json: the field {missing[0]!r} is missing.")
+        attention_bias = _first(family.attention_bias, raw.get("attention_bias"), False)
         try:
-            num_heads = int(raw["num_attention_heads"])
-            attention_bias = _first(family.attention_bias, raw.get("attention_bias"), False)
-            return cls(
+            return validated(
+                cls,
                 architecture=architecture,
                 vocab_size=raw["vocab_size"],
                 hidden_size=raw["hidden_size"],
                 intermediate_size=raw["intermediate_size"],
                 num_layers=raw["num_hidden_layers"],
-                num_heads=num_heads,
-                num_kv_heads=_first(raw.get("num_key_value_heads"), num_heads),
-                head_dim=_first(raw.get("head_dim"), raw["hidden_size"] // num_heads),
+                num_heads=raw["num_attention_heads"],
+                num_kv_heads=_first(raw.get("num_key_value_heads"), raw["num_attention_heads"]),
+                head_dim=_first(raw.get("head_dim"), _quotient(raw["hidden_size"], raw["num_attention_heads"])),
                 max_positions=raw["max_position_embeddings"],
                 norm_eps=raw["rms_norm_eps"],
-                tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
+                tie_embeddings=_first(raw.get("tie_word_embeddings"), False),
                 attention_bias=attention_bias,
                 output_bias=_first(family.output_bias, attention_bias),
-                mlp_bias=bool(raw.get("mlp_bias", False)),
+                mlp_bias=_first(raw.get("mlp_bias"), False),
                 qk_norm=family.qk_norm,
                 sliding_window=_sliding_window(raw, family),
                 rotary=_rotary(raw),
                 eos_token_ids=_token_ids(raw.get("eos_token_id")),
                 bos_token_id=raw.get("bos_token_id"),
             )
-        except KeyError as err:
-            raise CheckpointError(f"config.json: the field {err.args[0]!r} is missing.") from err
-        except (TypeError, ValueError) as err:
-            raise CheckpointError(f"config.json: a field has the wrong type ({str(err).splitlines()[0]}).") from err
+        except ConfigError as err:
+            raise CheckpointError(f"config.json: {err}") from err
+
+
+#: Fields that every ``config.json`` must have.
+_REQUIRED = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+    "rms_norm_eps",
+)
+
+
+def _architecture(raw: Mapping[str, Any]) -> str:
+    names = raw.get("architectures")
+    name = names[0] if isinstance(names, list) and names else names
+    if not isinstance(name, str) or name not in FAMILIES:
+        known = ", ".join(FAMILIES)
+        raise UnsupportedModelError(
+            f"architecture {name or '(none)'}: llmq reads {known}; see CONTRIBUTING.md for adding a family."
+        )
+    return name
+
+
+def _quotient(hidden_size: Any, num_heads: Any) -> Any:
+    """Features of a head where the file does not say; what cannot be divided fails its own field's rule."""
+    numbers = isinstance(hidden_size, int) and isinstance(num_heads, int) and num_heads > 0
+    return hidden_size // num_heads if numbers else 2
 
 
 def _first(*values: Any) -> Any:
     return next(value for value in values if value is not None)
 
 
-def _token_ids(value: Any) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, list) else (int(value),)
+def _token_ids(value: Any) -> Any:
+    return () if value is None else value if isinstance(value, list) else (value,)
 
 
-def _sliding_window(raw: Mapping[str, Any], family: Family) -> int | None:
+def _sliding_window(raw: Mapping[str, Any], family: Family) -> Any:
     window = raw.get("sliding_window")
     if window is None or not raw.get("use_sliding_window", family.sliding_window):
         return None
-    kinds = set(raw.get("layer_types") or ["sliding_attention"])
-    if kinds == {"full_attention"}:
+    kinds = raw.get("layer_types") or ["sliding_attention"]
+    if all(kind == "full_attention" for kind in kinds):
         return None
-    if len(kinds) > 1 or 0 < raw.get("max_window_layers", 0) < raw["num_hidden_layers"]:
+    mixed = any(kind != "sliding_attention" for kind in kinds)
+    if mixed or (raw.get("max_window_layers") or 0) not in (0, raw["num_hidden_layers"]):
         raise UnsupportedModelError(
             "layer_types: layers with and without a sliding window in one model are not supported."
         )
-    return int(window)
+    return window
 
 
 def _rotary(raw: Mapping[str, Any]) -> Rotary:
-    params = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    params: Any = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(params, dict):
+        raise CheckpointError(f"config.json: rope_parameters={params!r}: must be an object.")
     kind = params.get("rope_type", params.get("type", "default"))
     if kind not in ("default", "linear", "llama3", "yarn"):
         raise UnsupportedModelError(f"rope_type={kind!r}: llmq reads default, linear, llama3 and yarn.")
@@ -194,9 +238,12 @@ def _rotary(raw: Mapping[str, Any]) -> Rotary:
         raise UnsupportedModelError("partial_rotary_factor: heads that rotate only in part are not supported.")
     theta = _first(params.get("rope_theta"), raw.get("rope_theta"), 10000.0)
     if kind == "default":
-        return Rotary(theta=theta)
+        return validated(Rotary, theta=theta)
+    if params.get("factor") is None:
+        raise CheckpointError(f"config.json: the field 'factor' of rope_type {kind!r} is missing.")
     fields = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor")
-    return Rotary(
+    return validated(
+        Rotary,
         kind=kind,
         theta=theta,
         factor=params["factor"],

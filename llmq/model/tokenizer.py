@@ -293,6 +293,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
     )
     environment.filters["tojson"] = _to_json
+    del environment.globals["lipsum"]  # makes text without end
     functions: dict[str, Any] = {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
     environment.globals.update(functions)
     return environment
@@ -352,12 +353,15 @@ def _chat_template(files: Mapping[str, bytes], settings: Mapping[str, Any]) -> s
         raise CheckpointError(
             f"chat_template: is neither text nor a list of names and templates ({_reason(err)})."
         ) from err
+    if template is not None and not isinstance(template, str):
+        raise CheckpointError(f"chat_template: is neither text nor a list of names and templates, but {template!r}.")
     return template
 
 
 def _content(token: Any) -> str | None:
     """The text of a special token, which is stored plainly or as an added token."""
-    return token.get("content") if isinstance(token, dict) else token if isinstance(token, str) else None
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) else None
 
 
 def _adds_bos(backend: tokenizers.Tokenizer, bos: int | None, declared: bool | None) -> bool:
@@ -366,8 +370,11 @@ def _adds_bos(backend: tokenizers.Tokenizer, bos: int | None, declared: bool | N
     return backend.encode("a").ids[:1] == [bos] if declared is None else declared
 
 
-def _token_ids(value: int | list[int] | None) -> list[int]:
-    return [] if value is None else value if isinstance(value, list) else [value]
+def _token_ids(value: Any) -> list[int]:
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(type(i) is int for i in ids):
+        raise CheckpointError(f"generation_config.json: eos_token_id={value!r}: must be a token id or a list of them.")
+    return ids
 
 
 def _present(backend: tokenizers.Tokenizer, tokens: Sequence[str]) -> list[int]:
@@ -377,4 +384,7 @@ def _present(backend: tokenizers.Tokenizer, tokens: Sequence[str]) -> list[int]:
 def _generation_defaults(generation: Mapping[str, Any]) -> dict[str, float]:
     if not generation.get("do_sample", False):
         return {}
-    return {field: generation[field] for field in SAMPLING_FIELDS if generation.get(field) is not None}
+    found = {field: generation[field] for field in SAMPLING_FIELDS if generation.get(field) is not None}
+    if found.get("top_k") == -1:  # another spelling of all
+        found["top_k"] = 0
+    return found

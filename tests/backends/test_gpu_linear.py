@@ -24,15 +24,17 @@ def apply(linear: Linear, x: np.ndarray, dtype: torch.dtype) -> tuple[np.ndarray
     return x_MI.float().numpy(), linear(x_MI).float().numpy()
 
 
+GRIDS = [
+    scheme.model_copy(update={"symmetric": symmetric, "group_size": group_size})
+    for scheme in SCHEMES.values()
+    for symmetric in (True, False)
+    for group_size in ((32, 64, 96, 128, 192) if scheme.granularity is Granularity.BLOCKWISE else (None,))
+]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("group_size", [32, 64, 96, 128, 192])
-@pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize("name", SCHEMES)
-def test_within_accumulation(name: str, symmetric: bool, group_size: int, dtype: torch.dtype) -> None:
-    blockwise = SCHEMES[name].granularity is Granularity.BLOCKWISE
-    if not blockwise and group_size != 32:
-        pytest.skip("one group a row: the group size changes nothing")
-    scheme = SCHEMES[name].model_copy(update={"symmetric": symmetric, "group_size": group_size if blockwise else None})
+@pytest.mark.parametrize("scheme", GRIDS, ids=str)
+def test_within_accumulation(scheme: Scheme, dtype: torch.dtype) -> None:
     weight = codes(scheme, 96, 384)
     bias = np.random.default_rng(1).standard_normal(96).astype(ml_dtypes.bfloat16)
     for num_rows in (1, 7, 40):

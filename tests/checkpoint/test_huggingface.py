@@ -89,7 +89,41 @@ def test_config_and_tensors_must_fit(tmp_path: Path) -> None:
         ),
         ({"architectures": None}, UnsupportedModelError, r"architecture \(none\)"),
         ({"hidden_size": None}, CheckpointError, "the field 'hidden_size' is missing"),
-        ({"hidden_size": "many"}, CheckpointError, "a field has the wrong type"),
+        ({"architectures": -1}, UnsupportedModelError, "architecture -1: llmq reads"),
+        ({"architectures": [None]}, UnsupportedModelError, r"architecture \(none\)"),
+        ({"hidden_size": "many"}, CheckpointError, r"config.json: hidden_size='many': input should be a valid integer"),
+        ({"num_attention_heads": 0}, CheckpointError, r"config.json: num_heads=0: input should be greater than 0"),
+        (
+            {"num_attention_heads": float("inf")},
+            CheckpointError,
+            "config.json: num_heads=inf: input should be a finite",
+        ),
+        ({"num_key_value_heads": 3}, CheckpointError, "num_kv_heads=3: must divide the 4 heads"),
+        ({"num_key_value_heads": 0}, CheckpointError, "num_kv_heads=0: input should be greater than 0"),
+        ({"head_dim": 33}, CheckpointError, "head_dim=33: must be even"),
+        ({"intermediate_size": 0}, CheckpointError, "intermediate_size=0"),
+        ({"vocab_size": -5}, CheckpointError, "vocab_size=-5"),
+        (
+            {"num_hidden_layers": 1_000_000},
+            CheckpointError,
+            "num_layers=1000000: input should be less than or equal to 4096",
+        ),
+        ({"rms_norm_eps": -1}, CheckpointError, "norm_eps=-1"),
+        ({"rms_norm_eps": float("nan")}, CheckpointError, "norm_eps=nan"),
+        ({"rope_theta": 0}, CheckpointError, "theta=0: input should be greater than 0"),
+        ({"rope_theta": float("nan")}, CheckpointError, "theta=nan"),
+        ({"rope_scaling": "x"}, CheckpointError, "rope_parameters='x': must be an object"),
+        (
+            {"rope_scaling": {"rope_type": "linear"}},
+            CheckpointError,
+            "the field 'factor' of rope_type 'linear' is missing",
+        ),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, CheckpointError, "factor=0: input should be greater"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2, "beta_fast": -1}}, CheckpointError, "beta_fast=-1"),
+        ({"eos_token_id": float("inf")}, CheckpointError, "eos_token_ids.0=inf"),
+        ({"eos_token_id": {"a": 1}}, CheckpointError, "eos_token_ids.0="),
+        ({"tie_word_embeddings": "perhaps"}, CheckpointError, "tie_embeddings='perhaps'"),
+        ({"quantization_config": "x"}, CheckpointError, "quantization_config='x': must be an object"),
         ({"hidden_act": "gelu"}, UnsupportedModelError, "hidden_act='gelu'"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2}}, UnsupportedModelError, "rope_type='longrope'"),
         ({"partial_rotary_factor": 0.5}, UnsupportedModelError, "partial_rotary_factor"),
@@ -114,6 +148,32 @@ def test_fp8_weights_without_a_word_in_the_config(tmp_path: Path) -> None:
     tensors[name] = tensors[name].astype(ml_dtypes.float8_e4m3fn)
     with pytest.raises(AlreadyQuantizedError, match=f"{name} is stored as float8_e4m3fn"):
         load_weights(str(write_checkpoint(tmp_path / "m", tiny_config(), tensors)))
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.int8])
+def test_types_of_other_tensors_are_checked_too(dtype: type, tmp_path: Path) -> None:
+    config = tiny_config(attention_bias=True)
+    tensors = random_tensors(config)
+    name = "model.layers.0.self_attn.q_proj.bias"
+    tensors[name] = tensors[name].astype(dtype)
+    with pytest.raises(
+        CheckpointError, match=f"tensor {name} is stored as {np.dtype(dtype).name}; llmq reads bfloat16"
+    ):
+        load_weights(str(write_checkpoint(tmp_path / "m", config, tensors)))
+
+
+@pytest.mark.parametrize("model", ["~nobody-of-that-name/x", "a" * 5000, "nul\0byte"])
+def test_paths_that_cannot_be(model: str) -> None:
+    with pytest.raises(CheckpointError, match=r"is not a usable path|no such file or directory"):
+        open_checkpoint(model)
+
+
+@pytest.mark.parametrize("value", [None, 0, [], {}, "a" * 5000])
+def test_an_index_names_files(value: object, tmp_path: Path) -> None:
+    path = write_tiny(tmp_path / "m", num_shards=2)
+    change_index(path, lambda rows: rows.update({"model.norm.weight": value}))
+    with pytest.raises(CheckpointError, match=r"weight_map names no file for model.norm.weight"):
+        open_checkpoint(str(path))
 
 
 def as_torch(array: np.ndarray) -> torch.Tensor:

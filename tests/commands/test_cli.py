@@ -4,12 +4,13 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.tiny import random_tensors, tiny_config, write_checkpoint, write_tiny
+from tests.tiny import byte_tokenizer_files, random_tensors, tiny_config, write_checkpoint, write_tiny
 
 
 def llmq(*args: object, **kwargs: object) -> subprocess.CompletedProcess[str]:
@@ -195,3 +196,51 @@ class TestRefused:
 
     def test_device_and_dtype(self, source: Path) -> None:
         assert "dtype='int3': must be bfloat16 or float32" in refused("generate", source, "x", "--dtype", "int3")
+
+
+def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
+    path = write_tiny(tmp_path / "m", vocab_size=128)
+    for name, contents in byte_tokenizer_files().items():
+        (path / name).write_bytes(contents)
+    assert "the model's vocabulary has 128; they do not belong together" in refused("generate", path, "zz\u00e9")
+
+
+def test_sampling_defaults_of_the_model_are_shown_and_checked(tmp_path: Path) -> None:
+    path = write_tiny(tmp_path / "m")
+    for name, contents in byte_tokenizer_files().items():
+        (path / name).write_bytes(contents)
+    advice = {"do_sample": True, "temperature": 0.5, "top_k": -1, "repetition_penalty": 1.2}
+    (path / "generation_config.json").write_text(json.dumps(advice))
+    done = llmq("generate", path, "x", "--max-tokens", 2, "--backend", "cpu", "--seed", 1)
+    assert done.returncode == 0, done.stderr
+    assert "sampling defaults of the model: temperature=0.5, top_k=0\n" in done.stderr
+    assert "that llmq does not apply: repetition_penalty=1.2\n" in done.stderr
+    (path / "generation_config.json").write_text(json.dumps({**advice, "top_p": 7}))
+    lines = llmq("generate", path, "x").stderr.splitlines()
+    assert lines[-1].startswith(
+        "llmq: generation_config.json: top_p=7: input should be less than or equal to 1; name your own"
+    )
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_files_that_may_not_be_read() -> None:
+    code = (
+        "import os, sys\nfrom llmq.cli import main\nos.setgid(65534)\nos.setuid(65534)\n"
+        "sys.argv = ['llmq', 'inspect', sys.argv[1]]\nmain()"
+    )
+    with tempfile.TemporaryDirectory() as directory:
+        Path(directory).chmod(0o755)
+        path = write_tiny(Path(directory) / "m")
+        (path / "model.safetensors").chmod(0o600)
+        done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=False)
+        assert done.returncode == 2, done.stderr
+        assert done.stderr == f"llmq: {path / 'model.safetensors'}: cannot be used (Permission denied).\n"
+
+
+def test_a_reader_that_has_gone_is_no_error(source: Path) -> None:
+    command = f"{sys.executable} -m llmq convert {source} --dry-run --json | head -1"
+    done = subprocess.run(
+        ["bash", "-c", f"{command}; echo ${{PIPESTATUS[0]}}"], capture_output=True, text=True, check=True
+    )
+    assert "Traceback" not in done.stderr
+    assert done.stdout.splitlines()[0] == "{"

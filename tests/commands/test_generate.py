@@ -59,7 +59,7 @@ def test_sampling_is_reproducible_and_stats_are_on_stderr(artifact: Path) -> Non
 
 
 def test_a_file_of_prompts_and_the_chat_template(artifact: Path, tmp_path: Path) -> None:
-    (tmp_path / "prompts.txt").write_text("one\n\ntwo\n")
+    (tmp_path / "prompts.txt").write_bytes("\ufeffone\r\n\r\ntwo\u2028lines\n".encode())
     done = llmq(
         "generate",
         artifact,
@@ -72,7 +72,7 @@ def test_a_file_of_prompts_and_the_chat_template(artifact: Path, tmp_path: Path)
         "cpu",
     )
     assert done.returncode == 0, done.stderr
-    assert [line for line in done.stdout.splitlines() if line.startswith(">>> ")] == [">>> one", ">>> two"]
+    assert [line for line in done.stdout.split("\n") if line.startswith(">>> ")] == [">>> one", ">>> two\u2028lines"]
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,11 @@ def test_a_file_of_prompts_and_the_chat_template(artifact: Path, tmp_path: Path)
         (("x", "--backend", "cpu", "--device", "cuda"), "device='cuda': contradicts --backend cpu"),
         (("x", "--backend", "gpu", "--device", "nowhere"), "device='nowhere'"),
         (("x", "--temperature", "-1"), "temperature=-1.0: input should be greater than or equal to 0"),
-        (("x", "--max-model-len", "100000"), "max_model_len=100000: the model's context is 512"),
+        (
+            ("x", "--max-model-len", "100000"),
+            "max_model_len=100000: must be positive and at most the model's context, 512",
+        ),
+        (("x", "--max-model-len", "0"), "max_model_len=0: must be positive"),
         (("x", "--max-model-len", "8"), "exceed the context of 8"),
         (("x", "--prompts-file", "y"), "exclude each other"),
         (("--prompts-file", "./nowhere"), "prompts_file=nowhere: cannot be read"),

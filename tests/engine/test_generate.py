@@ -6,7 +6,7 @@ import pytest
 from llmq.backends.base import Caps
 from llmq.engine.generate import Session
 from llmq.engine.sampling import SamplingParams
-from llmq.errors import ConfigError
+from llmq.errors import CheckpointError, ConfigError
 from llmq.model.config import ModelConfig
 from llmq.model.tokenizer import Tokenizer
 from tests.tiny import byte_tokenizer_files, tiny_config
@@ -93,3 +93,8 @@ def test_what_does_not_fit_is_refused_with_the_numbers(tokenizer: Tokenizer) -> 
         next(session.generate([5] * 60, SamplingParams(max_tokens=5)))
     with pytest.raises(ConfigError, match="prompt: has no tokens"):
         next(session.generate([], SamplingParams()))
+    for outside in (320, -1):
+        with pytest.raises(
+            CheckpointError, match=f"token {outside}: the tokenizer gives it, but the model's vocabulary has 320"
+        ):
+            next(session.generate([5, outside], SamplingParams(max_tokens=5)))

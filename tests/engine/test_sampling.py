@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from llmq.config import validated
 from llmq.engine.sampling import SamplingParams, resolve_seed, sample
-from llmq.errors import ConfigError
+from llmq.errors import BackendError, ConfigError
 
 LOGITS = np.log(np.array([0.5, 0.2, 0.15, 0.1, 0.05], np.float32))
 
@@ -42,6 +42,22 @@ def test_frequencies_follow_the_tempered_distribution(temperature: float) -> Non
 )
 def test_limits(params: dict, allowed: set[int]) -> None:
     assert set(draws(SamplingParams(temperature=1.0, seed=3, **params)).tolist()) == allowed
+
+
+@pytest.mark.parametrize("temperature", [1e-320, 1e-30, 1e300])
+def test_extreme_temperatures_end_in_a_token(temperature: float) -> None:
+    params = SamplingParams(temperature=temperature, seed=0)
+    tokens = {sample(LOGITS, params, index) for index in range(20)}
+    assert tokens == {0} if temperature < 1 else len(tokens) > 1
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_finite_are_told(bad: float, temperature: float) -> None:
+    logits = LOGITS.copy()
+    logits[3] = bad
+    with pytest.raises(BackendError, match="logits: are not finite"):
+        sample(logits, SamplingParams(temperature=temperature, seed=1), 0)
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 10_000))

@@ -44,8 +44,13 @@ def configure() -> None:
     """Tell JAX its platforms and its cache. Changes nothing once JAX has begun to compute."""
     if not jax.config.values["jax_platforms"]:
         jax.config.update("jax_platforms", ",".join(_platforms()))
-    if not jax.config.values["jax_compilation_cache_dir"]:
+    if not jax.config.values["jax_compilation_cache_dir"] and _is_writable(cache_directory()):
         jax.config.update("jax_compilation_cache_dir", str(cache_directory()))
+
+
+def _is_writable(directory: Path) -> bool:
+    existing = next(place for place in (directory, *directory.parents) if place.exists())
+    return os.access(existing, os.W_OK)
 
 
 def _platforms() -> Sequence[str]:
