@@ -4,6 +4,7 @@ This is the only place where an `LlmqError` becomes one line on stderr and exit 
 import their work when they run, so that ``--help`` stays quick.
 """
 
+import io
 import os
 import sys
 from importlib.metadata import version
@@ -54,6 +55,9 @@ def _options(
 
 def main() -> None:
     """Run the command line; the entry point ``llmq``."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that lacks a character shows ? for it
     try:
         app()
     except LlmqError as err:

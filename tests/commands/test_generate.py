@@ -94,3 +94,14 @@ def test_a_file_of_prompts_and_the_chat_template(artifact: Path, tmp_path: Path)
 )
 def test_refused(artifact: Path, args: tuple, message: str) -> None:
     assert message in refused("generate", artifact, *args)
+
+
+def test_a_terminal_that_lacks_a_character_shows_another(artifact: Path) -> None:
+    import os
+
+    options = ("--max-tokens", 40, "--backend", "cpu", "--temperature", 5, "--seed", 1)
+    plain = llmq("generate", artifact, "x", *options)
+    ascii_only = llmq("generate", artifact, "x", *options, env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    assert not plain.stdout.isascii()
+    assert ascii_only.returncode == 0, ascii_only.stderr
+    assert ascii_only.stdout.isascii()
