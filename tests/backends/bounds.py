@@ -28,7 +28,7 @@ def assert_accumulation_only(
     y: np.ndarray, x: np.ndarray, weight: np.ndarray | QTensor, bias: np.ndarray | None = None, bfloat16: bool = False
 ) -> None:
     """Hold ``y = x @ weight.T + bias`` against float64."""
-    x, y = x.astype(np.float64), y.astype(np.float64)
+    x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
     added = 0.0 if bias is None else bias.astype(np.float64)
     exact = x @ reference_weight(weight).T + added
     magnitude = np.abs(x) @ magnitudes(weight).T + np.abs(added)

@@ -1,23 +1,16 @@
-"""Layouts of a matrix, each held against the float64 product with the dequantized weight.
-
-The bound is NUMERICS' fourth line: only the order of accumulation may differ. A float32 sum of n
-terms in any order errs by at most (n - 1) * 2^-24 of the sum of magnitudes in the worst case, and
-by lambda * sqrt(n) * 2^-24 with roundings that do not conspire (Higham and Mary 2019, lambda = 4).
-An output here is a sum of I products, then of G scaled groups and G zeros, so n = I + 2 * G. The
-magnitudes are those that are really added: |x| * (|values| * scale + |zero|).
-"""
+"""Layouts of a matrix, each held against the float64 product with the dequantized weight."""
 
 import jax
 import ml_dtypes
 import numpy as np
 import pytest
 
-from llmq.backends.reference import reference_weight
 from llmq.backends.tpu.linear import DenseLinear, EinsumLinear, Linear, ScanLinear
 from llmq.backends.tpu.nibbles import pack_halves, unpack_halves
 from llmq.backends.tpu.table import DenseTable, EinsumTable, ScanTable, Table
 from llmq.config import SCHEMES, Granularity
 from llmq.quant import QTensor, dequantize, quantize
+from tests.backends.bounds import assert_accumulation_only
 
 NUM_OUTPUTS, NUM_FEATURES, GROUP_SIZE = 96, 192, 64
 LINEARS = (ScanLinear, EinsumLinear)
@@ -41,18 +34,6 @@ def random_inputs(num_rows: int) -> np.ndarray:
     return np.random.default_rng(num_rows).standard_normal((num_rows, NUM_FEATURES)).astype(np.float32)
 
 
-def assert_within_accumulation(y: jax.Array, x: np.ndarray, weight: QTensor, bias: np.ndarray | None = None) -> None:
-    exact = x.astype(np.float64) @ reference_weight(weight).T + (0.0 if bias is None else bias)
-    grouped = np.abs(weight.values.astype(np.float64)).reshape(*weight.scale.shape, -1)
-    added = grouped * weight.scale.astype(np.float64)[..., None]
-    if weight.zero is not None:
-        added += np.abs(weight.zero.astype(np.float64))[..., None]
-    magnitude = np.abs(x) @ added.reshape(weight.shape).T + (0.0 if bias is None else np.abs(bias))
-    num_terms = NUM_FEATURES + 2 * weight.scale.shape[-1]
-    ulps = 4 * np.sqrt(num_terms)
-    assert (np.abs(np.asarray(y) - exact) <= ulps * 2.0**-24 * magnitude).all()
-
-
 def apply(linear: Linear, x: np.ndarray) -> jax.Array:
     return jax.jit(lambda linear, x: linear(x))(linear, x)
 
@@ -68,14 +49,14 @@ def test_product_errs_by_accumulation_only(layout: type[ScanLinear], scheme: str
     linear = layout.from_qtensor(weight, None)
     for num_rows in (1, 9):
         x = random_inputs(num_rows)
-        assert_within_accumulation(apply(linear, x), x, weight)
+        assert_accumulation_only(apply(linear, x), x, weight)
 
 
 @pytest.mark.parametrize("layout", LINEARS)
 def test_weights_far_from_zero(layout: type[ScanLinear]) -> None:
     weight = random_codes("int4_blockwise", symmetric=False, offset=50.0)
     x = random_inputs(3)
-    assert_within_accumulation(apply(layout.from_qtensor(weight, None), x), x, weight)
+    assert_accumulation_only(apply(layout.from_qtensor(weight, None), x), x, weight)
 
 
 @pytest.mark.parametrize("layout", LINEARS)
@@ -83,7 +64,7 @@ def test_bias(layout: type[ScanLinear]) -> None:
     weight, x = random_codes("int4_blockwise", symmetric=False), random_inputs(2)
     bias = np.linspace(-3, 3, NUM_OUTPUTS).astype(ml_dtypes.bfloat16)
     y = apply(layout.from_qtensor(weight, bias), x)
-    assert_within_accumulation(y, x, weight, bias.astype(np.float64))
+    assert_accumulation_only(y, x, weight, bias.astype(np.float64))
 
 
 @pytest.mark.parametrize("layout", [*LINEARS, DenseLinear])
@@ -101,7 +82,7 @@ def test_table(layout: type[ScanTable], scheme: str, symmetric: bool) -> None:
     table = layout.from_qtensor(weight)
     ids = np.array([0, 95, 7, 7])
     np.testing.assert_array_equal(table.lookup(ids, "float32"), dequantize(weight)[ids])
-    assert_within_accumulation(project(table, x), x, weight)
+    assert_accumulation_only(project(table, x), x, weight)
 
 
 def test_table_of_an_awkward_number_of_rows() -> None:
@@ -110,7 +91,7 @@ def test_table_of_an_awkward_number_of_rows() -> None:
     table = ScanTable.from_qtensor(weight)
     last = np.array([num_tokens - 1])
     np.testing.assert_array_equal(table.lookup(last, "float32"), dequantize(weight)[last])
-    assert_within_accumulation(project(table, x), x, weight)
+    assert_accumulation_only(project(table, x), x, weight)
 
 
 def test_dense_table() -> None:
