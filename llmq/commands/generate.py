@@ -140,10 +140,11 @@ def _answer(session: "Session", prompt: list[int], params: "SamplingParams", sta
     if stats:
         done = session.last
         rate = len(done.tokens) / done.decode_seconds if done.decode_seconds else 0.0
+        seed = f", seed {done.seed}" if params.temperature else ""
         fresh = done.prompt_tokens - done.cached_tokens
         say(
             f"prompt {done.prompt_tokens} tokens ({done.cached_tokens} cached), {fresh / max(done.prefill_seconds, 1e-9):.0f} tokens/s; "
-            f"generated {len(done.tokens)} tokens, {rate:.1f} tokens/s, finished by {done.finish_reason}, seed {done.seed}"
+            f"generated {len(done.tokens)} tokens, {rate:.1f} tokens/s, finished by {done.finish_reason}{seed}"
         )
     return "".join(pieces)
 
