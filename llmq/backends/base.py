@@ -86,6 +86,19 @@ class Probe:
     fix: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """How likely the targets of a run were.
+
+    Attributes:
+        logprobs: float32 `[n]`, natural logarithm of each target's probability.
+        is_greedy: bool `[n]`, whether each target was the most likely token (the lowest id of a tie).
+    """
+
+    logprobs: np.ndarray
+    is_greedy: np.ndarray
+
+
 class InferenceModel(Protocol):
     """A model that answers.
 
@@ -131,6 +144,28 @@ class InferenceModel(Protocol):
         Returns:
             The new state, and float32 `[num_slots, V]` logits; rows of untouched slots are
             unspecified.
+        """
+        ...
+
+    def score(
+        self, state: State, slot: int, shared: int, runs: Sequence[np.ndarray], targets: Sequence[np.ndarray]
+    ) -> tuple[State, list[Scores]]:
+        """Score several continuations of what a slot holds, as if each stood alone after it.
+
+        The runs are computed together: each sees positions 0 .. `shared` - 1 of the slot and its own
+        tokens. They are written behind one another into the slot's rows from `shared` on; of
+        what was there, only the positions before `shared` and, with a single run, the run itself
+        are valid afterwards.
+
+        Args:
+            state: Consumed.
+            slot: Which sequence.
+            shared: Positions written before.
+            runs: int32 `[n]` each, n at least 1. Together they fit between `shared` and `max_len`.
+            targets: int32 `[n]` each: for every token of the run, the one to score as its successor.
+
+        Returns:
+            The new state, and a `Scores` for each run.
         """
         ...
 

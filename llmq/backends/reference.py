@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from llmq.backends.base import Caps, ComputeType, ModelOptions, Probe, State
+from llmq.backends.base import Caps, ComputeType, ModelOptions, Probe, Scores, State
 from llmq.checkpoint.loader import ModelWeights
 from llmq.errors import BackendError
 from llmq.model.names import EMBEDDING, FINAL_NORM, LM_HEAD, layer_prefix
@@ -141,6 +141,20 @@ class ReferenceModel:
                 assert rows is not None
                 logits[slot] = rows[-1]
         return state, logits
+
+    def score(
+        self, state: State, slot: int, shared: int, runs: Sequence[np.ndarray], targets: Sequence[np.ndarray]
+    ) -> tuple[State, list[Scores]]:
+        """See `base.InferenceModel.score`."""
+        scores = []
+        for run, target in zip(runs, targets, strict=True):
+            state, logits = self.extend(state, slot, run, shared, want_logits=True)
+            assert logits is not None
+            highest = logits.max(axis=-1)
+            total = np.log(np.exp(logits - highest[:, None]).sum(axis=-1)) + highest
+            chosen = logits[np.arange(len(target)), target]
+            scores.append(Scores(chosen - total, logits.argmax(axis=-1) == target))
+        return state, scores
 
 
 class ReferenceBackend:

@@ -90,6 +90,42 @@ def test_slots_do_not_mix_and_may_be_written_again(backend: Backend, weights) ->
     np.testing.assert_allclose(together, np.stack(alone), atol=1e-5)
 
 
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    logits = logits.astype(np.float64)
+    highest = logits.max(axis=-1, keepdims=True)
+    return logits - highest - np.log(np.exp(logits - highest).sum(axis=-1, keepdims=True))
+
+
+@pytest.mark.parametrize("changes", [{}, {"architectures": ["MistralForCausalLM"], "sliding_window": 8}])
+def test_runs_are_scored_as_if_each_stood_alone(backend: Backend, changes: dict, tmp_path: Path) -> None:
+    plain = load_weights(str(write_tiny(tmp_path / "m", num_hidden_layers=2, **changes)))
+    model = opened(backend, plain, num_slots=2)
+    prefix, runs = TOKENS[:11], [TOKENS[11:20], TOKENS[5:6], TOKENS[20:38]]
+    rng = np.random.default_rng(0)
+    expected, targets = [], []
+    for run in runs:
+        logits = forward(plain, [*prefix, *run])[len(prefix) :]
+        likely = logits.argmax(axis=-1)
+        target = np.where(rng.random(len(run)) < 0.5, likely, rng.integers(0, 320, len(run))).astype(np.int32)
+        expected.append((log_softmax(logits)[np.arange(len(run)), target], likely == target))
+        targets.append(target)
+
+    state, _ = model.extend(model.init_state(), 0, TOKENS[::-1].copy()[:20], 0)  # another slot's business
+    state, _ = model.extend(state, 1, prefix, 0)
+    for order in ([0, 1, 2], [2, 0, 1]):  # a second time: the prefix is still what it was
+        state, scores = model.score(state, 1, len(prefix), [runs[i] for i in order], [targets[i] for i in order])
+        for i, got in zip(order, scores, strict=True):
+            np.testing.assert_allclose(got.logprobs, expected[i][0], atol=5e-5)
+            np.testing.assert_array_equal(got.is_greedy, expected[i][1])
+            assert got.logprobs.dtype == np.float32
+
+    # A single run may be continued, so a long text is scored in pieces.
+    state, first = model.score(state, 1, 0, [TOKENS[:20]], [TOKENS[1:21]])
+    state, second = model.score(state, 1, 20, [TOKENS[20:39]], [TOKENS[21:40]])
+    whole = log_softmax(forward(plain, TOKENS.tolist()))[np.arange(39), TOKENS[1:]]
+    np.testing.assert_allclose(np.concatenate([first[0].logprobs, second[0].logprobs]), whole, atol=5e-5)
+
+
 def test_what_is_said_of_a_model(backend: Backend, weights) -> None:
     caps = opened(backend, weights, num_slots=2).caps
     assert (caps.num_slots, caps.max_len, caps.vocab_size, caps.dtype) == (2, 64, 320, "float32")

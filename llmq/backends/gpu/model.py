@@ -5,6 +5,7 @@ H heads, K kv heads, R = H / K, h head size, V vocabulary.
 """
 
 from collections import Counter
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -107,6 +108,45 @@ class Cache:
         self.values = torch.zeros(shape, device=device, dtype=dtype)
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the tokens of a call go, and what each sees: the rows before `shared`, and its own run.
+
+    Attributes:
+        slots_M: Slot of each token; a single one, or one token each of several.
+        rows_M: Row of the slot each is written to.
+        first_M: Row where the token's run begins. A run follows the shared rows, whatever lies between.
+        shared: Rows that every run continues.
+    """
+
+    slots_M: Tensor
+    rows_M: Tensor
+    first_M: Tensor
+    shared: int
+
+    @property
+    def positions_M(self) -> Tensor:
+        """Position of each token in its sequence."""
+        return self.rows_M - self.first_M + self.shared
+
+    def visible(self, sliding_window: int | None) -> Tensor:
+        """Which rows each token sees.
+
+        Args:
+            sliding_window: Positions a token sees back, itself included; None sees all.
+
+        Returns:
+            bool `[M, T]`, T up to the last row in use.
+        """
+        rows_T = torch.arange(int(self.rows_M.max()) + 1, device=self.rows_M.device)
+        first_M1, rows_M1 = self.first_M[:, None], self.rows_M[:, None]
+        visible_MT = (rows_T <= rows_M1) & ((rows_T < self.shared) | (rows_T >= first_M1))
+        if sliding_window:
+            positions_MT = torch.where(rows_T < self.shared, rows_T, rows_T - first_M1 + self.shared)
+            visible_MT &= self.positions_M[:, None] - positions_MT < sliding_window
+        return visible_MT
+
+
 class Decoder:
     """The whole model.
 
@@ -135,13 +175,12 @@ class Decoder:
         counts = Counter(linear.kernel for linear in linears)
         return tuple(f"{count} of {len(linears)} linears: {kernel}" for kernel, count in counts.items())
 
-    def forward(self, tokens_M: Tensor, slots_M: Tensor, positions_M: Tensor, cache: Cache) -> Tensor:
+    def forward(self, tokens_M: Tensor, place: Place, cache: Cache) -> Tensor:
         """Run tokens through the layers, writing their keys and values.
 
         Args:
             tokens_M: Ids.
-            slots_M: Slot of each; a run of one slot, or one token each of several.
-            positions_M: Position of each within its slot.
+            place: Where each goes and what it sees.
             cache: Written first, then attended on.
 
         Returns:
@@ -149,18 +188,16 @@ class Decoder:
         """
         config = self.config
         x_MD = self.embedding(tokens_M)
-        cos_Mh, sin_Mh = self.cos_Th[positions_M][:, None], self.sin_Th[positions_M][:, None]
-        window = int(positions_M.max()) + 1
-        past_T = torch.arange(window, device=positions_M.device)
-        visible_MT = past_T <= positions_M[:, None]
-        if config.sliding_window:
-            visible_MT &= positions_M[:, None] - past_T < config.sliding_window
+        cos_Mh, sin_Mh = self.cos_Th[place.positions_M][:, None], self.sin_Th[place.positions_M][:, None]
+        visible_MT = place.visible(config.sliding_window)
+        window = visible_MT.shape[1]
         for layer, keys_STKh, values_STKh in zip(self.layers, cache.keys, cache.values, strict=True):
             inner_MD = rms_norm(x_MD, layer.input_norm, config.norm_eps)
             q_MHh = self._heads(layer.q(inner_MD), layer.q_norm, cos_Mh, sin_Mh)
-            keys_STKh[slots_M, positions_M] = self._heads(layer.k(inner_MD), layer.k_norm, cos_Mh, sin_Mh)
-            values_STKh[slots_M, positions_M] = layer.v(inner_MD).unflatten(-1, (-1, config.head_dim))
-            attended = attend(q_MHh, keys_STKh[:, :window], values_STKh[:, :window], slots_M, visible_MT)
+            k_MKh = self._heads(layer.k(inner_MD), layer.k_norm, cos_Mh, sin_Mh)
+            keys_STKh[place.slots_M, place.rows_M] = k_MKh
+            values_STKh[place.slots_M, place.rows_M] = layer.v(inner_MD).unflatten(-1, (-1, config.head_dim))
+            attended = attend(q_MHh, keys_STKh[:, :window], values_STKh[:, :window], place, visible_MT)
             x_MD = x_MD + layer.o(attended)
             inner_MD = rms_norm(x_MD, layer.mlp_norm, config.norm_eps)
             x_MD = x_MD + layer.down(F.silu(layer.gate(inner_MD)) * layer.up(inner_MD))
@@ -204,21 +241,22 @@ def rotate(x_MHh: Tensor, cos_Mh: Tensor, sin_Mh: Tensor) -> Tensor:
     return (x_MHh.float() * cos_Mh + turned * sin_Mh).to(x_MHh.dtype)
 
 
-def attend(q_MHh: Tensor, keys_STKh: Tensor, values_STKh: Tensor, slots_M: Tensor, visible_MT: Tensor) -> Tensor:
+def attend(q_MHh: Tensor, keys_STKh: Tensor, values_STKh: Tensor, place: Place, visible_MT: Tensor) -> Tensor:
     """Grouped-query attention of each token on its slot's cache.
 
     Args:
         q_MHh: Queries.
-        keys_STKh: Cached keys of all slots, cut to the positions in use.
+        keys_STKh: Cached keys of all slots, cut to the rows in use.
         values_STKh: Cached values.
-        slots_M: Slot of each query.
-        visible_MT: Which positions each query sees.
+        place: Slot of each query.
+        visible_MT: Which rows each query sees.
 
     Returns:
         `[M, H * h]`.
     """
     num_tokens, num_heads, head_dim = q_MHh.shape
-    if num_tokens > 1 and bool((slots_M == slots_M[0]).all()):  # a run of one slot: queries share its keys
+    slots_M = place.slots_M
+    if num_tokens > 1 and bool((slots_M == slots_M[0]).all()):  # tokens of one slot share its keys
         q_BHMh, mask = q_MHh.transpose(0, 1)[None], visible_MT[None, None]
         slots_M = slots_M[:1]
     else:

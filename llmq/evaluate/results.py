@@ -1,0 +1,104 @@
+"""The result of an evaluation: one JSON file, complete, and the same for the same input.
+
+Nothing in it depends on when or how fast it was made. Metrics are named ``GROUP/METRIC``, as in
+``hellaswag/acc_norm`` or ``perplexity/token``. Where a metric is a mean over items, `items` holds the
+values it is a mean of, in order, so that two models can be compared item by item.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, ValidationError
+
+from llmq.config import Frozen, first_error
+from llmq.errors import ConfigError
+
+#: Raised when a reader of the previous version would misread a new file.
+FORMAT_VERSION = 1
+
+
+class EvaluatedModel(Frozen):
+    """Which model, in which form.
+
+    Attributes:
+        name: As the user named it.
+        format: ``llmq artifact``, ``huggingface`` or ``gguf``.
+        weights_sha256: Of an artifact's record; None for other checkpoints.
+        num_bytes: Of all stored tensors.
+        quantization: An artifact's configuration.
+        coverage: An artifact's coverage rows, for plots of error by layer; empty for others.
+    """
+
+    name: str
+    format: str
+    weights_sha256: str | None
+    num_bytes: int
+    quantization: dict[str, Any] | None
+    coverage: list[dict[str, Any]] = Field(default_factory=list)
+
+
+class Metric(Frozen):
+    """One number.
+
+    Attributes:
+        value: The figure.
+        stderr: Its standard error; None where there is none.
+        higher_is_better: Which way is up.
+    """
+
+    value: float
+    stderr: float | None
+    higher_is_better: bool
+
+
+class Results(Frozen):
+    """A run.
+
+    Attributes:
+        format_version: Of this file.
+        model: What was evaluated.
+        backend: Name, device, compute type and kernels it ran on.
+        config: Every option that can change a number.
+        versions: Of llmq, the libraries, and the tasks.
+        metrics: Metric name -> figure.
+        items: Metric name -> what it is a mean of, one value an item. Absent for metrics that are no mean.
+        item_ids: Metric name -> names of the items, in the same order.
+        counts: Things to know: truncated prompts, tokens, windows, ...
+        samples: Group -> per-item prompts, answers and outcomes, where they were asked for.
+    """
+
+    format_version: int = FORMAT_VERSION
+    model: EvaluatedModel
+    backend: dict[str, Any]
+    config: dict[str, Any]
+    versions: dict[str, str]
+    metrics: dict[str, Metric]
+    items: dict[str, list[float]] = Field(default_factory=dict)
+    item_ids: dict[str, list[str]] = Field(default_factory=dict)
+    counts: dict[str, int] = Field(default_factory=dict)
+    samples: dict[str, list[dict[str, Any]]] = Field(default_factory=dict)
+
+
+def read_results(path: Path) -> Results:
+    """Read a result file.
+
+    Args:
+        path: Written by ``llmq eval``.
+
+    Returns:
+        The results.
+
+    Raises:
+        ConfigError: It is missing, damaged, or of a newer llmq.
+    """
+    try:
+        results = Results.model_validate_json(path.read_bytes())
+    except OSError as err:
+        raise ConfigError(f"{path}: cannot be read ({err.strerror or err}).") from err
+    except ValidationError as err:
+        raise ConfigError(f"{path}: is not a result of llmq eval ({first_error(err)}).") from err
+    if results.format_version > FORMAT_VERSION:
+        raise ConfigError(
+            f"{path}: has format_version {results.format_version}, this llmq reads up to {FORMAT_VERSION}; upgrade llmq."
+        )
+    return results
