@@ -1,14 +1,15 @@
 """Slots behind `base.InferenceModel`: runs cut into chunks, a few compiled shapes for all lengths."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
-from llmq.backends.base import Caps, ComputeType, ModelOptions, State
+from llmq.backends.base import Caps, ComputeType, ModelOptions, Scores, State
 from llmq.backends.tpu.device import Device
 from llmq.backends.tpu.load import ACCELERATOR_LAYOUTS, CPU_LAYOUTS, load_params
-from llmq.backends.tpu.model import empty_cache, forward
+from llmq.backends.tpu.model import Place, Wanted, empty_cache, forward
 from llmq.checkpoint.loader import ModelWeights
 from llmq.errors import BackendError
 
@@ -75,36 +76,59 @@ class JaxModel:
         self, state: State, slot: int, tokens: np.ndarray, start: int, *, want_logits: bool = False
     ) -> tuple[State, np.ndarray | None]:
         """See `base.InferenceModel.extend`."""
-        assert start + len(tokens) <= self.caps.max_len, "a run must end within the slot"
-        parts, done = [], 0
-        for size, count in chunks(len(tokens)):
-            token_BN, position_BN = np.zeros((1, size), np.int32), np.full((1, size), -1, np.int32)
-            token_BN[0, :count] = tokens[done : done + count]
-            position_BN[0, :count] = np.arange(start + done, start + done + count)
-            state, logits = self._run(state, slot, token_BN, position_BN, want_logits)
-            if logits is not None:
-                parts.append(logits[0, :count])
-            done += count
+        run = _Rows(tokens, start + np.arange(len(tokens)))
+        state, parts = self._run_chunks(state, slot, run, 0, "logits" if want_logits else "cache")
         return state, np.concatenate(parts) if want_logits else None
 
     def decode(self, state: State, tokens: np.ndarray, positions: np.ndarray) -> tuple[State, np.ndarray]:
         """See `base.InferenceModel.decode`."""
-        assert positions.max() < self.caps.max_len, "a token must be within its slot"
-        state, logits = self._run(state, 0, tokens[:, None], positions[:, None], want_logits=True)
-        assert logits is not None
-        return state, logits[:, 0]
+        state, logits = self._run(state, 0, _Rows(tokens[:, None], positions[:, None]), 0, "logits")
+        return state, np.asarray(logits)[:, 0]
 
-    def _run(
-        self, state: State, slot: int, token_BN: np.ndarray, position_BN: np.ndarray, want_logits: bool
-    ) -> tuple[State, np.ndarray | None]:
-        state, logits = forward(
-            self._config,
-            self.caps.dtype,
-            self._params,
-            state,
-            np.int32(slot),
-            token_BN.astype(np.int32),
-            position_BN.astype(np.int32),
-            want_logits=want_logits,
+    def score(
+        self, state: State, slot: int, shared: int, runs: Sequence[np.ndarray], targets: Sequence[np.ndarray]
+    ) -> tuple[State, list[Scores]]:
+        """See `base.InferenceModel.score`."""
+        lengths = [len(run) for run in runs]
+        ends = np.cumsum(lengths)
+        first = np.repeat(shared + ends - lengths, lengths)
+        rows = _Rows(np.concatenate(runs), shared + np.arange(ends[-1]), first, np.concatenate(targets))
+        state, parts = self._run_chunks(state, slot, rows, shared, "scores")
+        logprobs, greedy = (np.concatenate(column) for column in zip(*parts, strict=True))
+        cut = ends[:-1]
+        split = zip(np.split(logprobs, cut), np.split(greedy, cut), strict=True)
+        return state, [Scores(*part) for part in split]
+
+    def _run_chunks(
+        self, state: State, slot: int, rows: "_Rows", shared: int, wanted: Wanted
+    ) -> tuple[State, list[Any]]:
+        """Run tokens of one slot through the chunk sizes, and cut the padding off what comes back."""
+        parts, done = [], 0
+        for size, count in chunks(len(rows.tokens)):
+            state, out = self._run(state, slot, rows.chunk(done, count, size), shared, wanted)
+            parts.append(jax.tree.map(lambda array, count=count: np.asarray(array)[0, :count], out))
+            done += count
+        return state, parts
+
+    def _run(self, state: State, slot: int, rows: "_Rows", shared: int, wanted: Wanted) -> tuple[State, Any]:
+        assert rows.rows.max() < self.caps.max_len, "tokens must be within their slot"
+        place = Place(np.int32(slot), rows.rows, rows.first, np.int32(shared))
+        return forward(
+            self._config, self.caps.dtype, self._params, state, rows.tokens, place, rows.targets, wanted=wanted
         )
-        return state, None if logits is None else np.asarray(logits)
+
+
+class _Rows:
+    """Tokens, the rows they go to, where their runs begin and what to score; int32 of one shape."""
+
+    def __init__(self, tokens: np.ndarray, rows: np.ndarray, first: Any = 0, targets: Any = 0) -> None:
+        arrays = (np.broadcast_to(np.asarray(array, np.int32), rows.shape) for array in (tokens, rows, first, targets))
+        self.tokens, self.rows, self.first, self.targets = arrays
+
+    def chunk(self, start: int, count: int, size: int) -> "_Rows":
+        """Some of them as a batch of one, padded to `size`."""
+
+        def cut(array: np.ndarray, padding: int) -> np.ndarray:
+            return np.pad(array[start : start + count], (0, size - count), constant_values=padding)[None]
+
+        return _Rows(cut(self.tokens, 0), cut(self.rows, -1), cut(self.first, 0), cut(self.targets, 0))

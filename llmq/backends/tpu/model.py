@@ -1,7 +1,7 @@
 """The decoder, read from top to bottom: tokens in, cache updated, logits out.
 
-One function serves prefill and decode. A batch is B consecutive slots of N tokens each; prefill
-has one slot and many tokens, decode all slots and one token. A token at position -1 is padding: it
+One function serves prefill, decode and scoring. A batch is B consecutive slots of N tokens each;
+prefill has one slot and many tokens, decode all slots and one token. A token at row -1 is padding: it
 is not written to the cache, and what is computed for it means nothing.
 
 Like layers lie stacked in segments and are scanned. The cache travels in the scan's carry, where
@@ -13,6 +13,7 @@ h head size, L layers, S slots, T positions of a slot, t positions of a block, V
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -82,18 +83,31 @@ class Cache:
 @register_dataclass
 @dataclass(frozen=True)
 class Place:
-    """Where the tokens of a batch go.
+    """Where the tokens of a batch go, and what each sees: the rows before `shared`, and its own run.
 
     Attributes:
         slot: The first slot of the batch, a scalar.
-        position_BN: Position of each token, -1 for padding.
-        cos_BNh, sin_BNh: Rotation of each token, `[B, N, h / 2]`.
+        row_BN: Row of its slot that each token is written to, -1 for padding.
+        first_BN: Row where the token's run begins. A run follows the shared rows, whatever lies between.
+        shared: Rows that every run continues, a scalar.
     """
 
-    slot: jax.Array
-    position_BN: jax.Array
-    cos_BNh: jax.Array
-    sin_BNh: jax.Array
+    slot: Leaf
+    row_BN: Leaf
+    first_BN: Leaf
+    shared: Leaf
+
+    def position(self, row: jax.Array) -> jax.Array:
+        """Position in the sequence of a row that a token sees.
+
+        Args:
+            row: `[B, N]` the tokens' own rows, or `[B, N, t]` rows of each.
+
+        Returns:
+            The same shape.
+        """
+        first = self.first_BN if row.ndim == 2 else self.first_BN[:, :, None]
+        return jnp.where(row < self.shared, row, row - first + self.shared)
 
 
 def empty_cache(config: ModelConfig, num_slots: int, max_len: int, dtype: jax.typing.DTypeLike) -> Cache:
@@ -113,17 +127,20 @@ def empty_cache(config: ModelConfig, num_slots: int, max_len: int, dtype: jax.ty
     return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
 
-@partial(jax.jit, static_argnames=("config", "dtype", "want_logits"), donate_argnames="cache")
+Wanted = Literal["cache", "logits", "scores"]
+
+
+@partial(jax.jit, static_argnames=("config", "dtype", "wanted"), donate_argnames="cache")
 def forward(
     config: ModelConfig,
     dtype: str,
     params: Params,
     cache: Cache,
-    slot: jax.Array,
-    token_BN: jax.Array,
-    position_BN: jax.Array,
-    want_logits: bool,
-) -> tuple[Cache, jax.Array | None]:
+    token_BN: Leaf,
+    place: Place,
+    target_BN: Leaf,
+    wanted: Wanted,
+) -> tuple[Cache, jax.Array | tuple[jax.Array, jax.Array] | None]:
     """Write tokens into the cache and predict what follows each.
 
     Args:
@@ -131,25 +148,26 @@ def forward(
         dtype: Compute type.
         params: Its weights.
         cache: Donated.
-        slot: First slot of the batch, int32 scalar.
         token_BN: int32 `[B, N]`.
-        position_BN: int32 `[B, N]`, -1 for padding.
-        want_logits: Compute the head.
+        place: Where they go, and what they see.
+        target_BN: int32 `[B, N]`, what to score as the successor of each.
+        wanted: Beside the cache: nothing, logits, or scores of the targets.
 
     Returns:
-        The cache, and float32 `[B, N, V]` logits if they were wanted.
+        The cache, and either None, float32 `[B, N, V]` logits, or `[B, N]` log-probabilities of the
+        targets with whether each was the most likely token.
     """
     # Otherwise accelerators multiply float32 in bfloat16 passes.
     with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
-        seen_BN = jnp.maximum(position_BN, 0)
-        place = Place(slot, position_BN, params.cos_Th[seen_BN], params.sin_Th[seen_BN])
+        position_BN = jnp.maximum(place.position(place.row_BN), 0)
+        rotation = (params.cos_Th[position_BN], params.sin_Th[position_BN])
         x_BND = params.embedding.lookup(token_BN, dtype)
 
         def step(
             carry: tuple[jax.Array, Cache], scanned: tuple[jax.Array, Layer]
         ) -> tuple[tuple[jax.Array, Cache], None]:
             (x_BND, cache), (index, layer) = carry, scanned
-            x_BND, cache = _layer(config, layer, index, x_BND, cache, place)
+            x_BND, cache = _layer(config, layer, index, x_BND, cache, place, rotation)
             return (x_BND, cache), None
 
         first = 0
@@ -158,19 +176,46 @@ def forward(
             indices = jnp.arange(first, first + num_layers)
             (x_BND, cache), _ = lax.scan(step, (x_BND, cache), (indices, segment))
             first += num_layers
-        if not want_logits:
+        if wanted == "cache":
             return cache, None
-        x_BND = _norm(x_BND, params.final_norm_D, config.norm_eps)
+        x_MD = _norm(x_BND, params.final_norm_D, config.norm_eps).reshape(-1, x_BND.shape[-1])
         head = params.head or params.embedding
-        logits_MV = head.project(x_BND.reshape(-1, x_BND.shape[-1]))
-        return cache, logits_MV.reshape(*token_BN.shape, -1)
+        if wanted == "logits":
+            return cache, head.project(x_MD).reshape(*token_BN.shape, -1)
+        scores = _score(head, x_MD, target_BN.reshape(-1))
+        return cache, jax.tree.map(lambda score_M: score_M.reshape(token_BN.shape), scores)
+
+
+#: Rows of logits held at once while scoring.
+HEAD_ROWS = 256
+
+
+def _score(head: Table, x_MD: jax.Array, target_M: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def score(block: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        x, target = block
+        logits = head.project(x)
+        chosen = jnp.take_along_axis(logits, target[:, None], axis=-1)[:, 0]
+        return chosen - jax.nn.logsumexp(logits, axis=-1), jnp.argmax(logits, axis=-1) == target
+
+    num_blocks = max(1, len(x_MD) // HEAD_ROWS)
+    blocks = (x_MD.reshape(num_blocks, -1, x_MD.shape[-1]), target_M.reshape(num_blocks, -1))
+    return jax.tree.map(lambda score_Bm: score_Bm.reshape(-1), lax.map(score, blocks))
+
+
+Rotation = tuple[jax.Array, jax.Array]  # cos and sin of each token, `[B, N, h / 2]`
 
 
 def _layer(
-    config: ModelConfig, layer: Layer, index: jax.Array, x_BND: jax.Array, cache: Cache, place: Place
+    config: ModelConfig,
+    layer: Layer,
+    index: jax.Array,
+    x_BND: jax.Array,
+    cache: Cache,
+    place: Place,
+    rotation: Rotation,
 ) -> tuple[jax.Array, Cache]:
     normed_BND = _norm(x_BND, layer.attention_norm_D, config.norm_eps)
-    attended_BND, cache = _attention(config, layer, index, normed_BND, cache, place)
+    attended_BND, cache = _attention(config, layer, index, normed_BND, cache, place, rotation)
     x_BND = x_BND + attended_BND
     normed_BND = _norm(x_BND, layer.mlp_norm_D, config.norm_eps)
     gated = jax.nn.silu(_apply(layer.gate, normed_BND)) * _apply(layer.up, normed_BND)
@@ -178,7 +223,13 @@ def _layer(
 
 
 def _attention(
-    config: ModelConfig, layer: Layer, index: jax.Array, x_BND: jax.Array, cache: Cache, place: Place
+    config: ModelConfig,
+    layer: Layer,
+    index: jax.Array,
+    x_BND: jax.Array,
+    cache: Cache,
+    place: Place,
+    rotation: Rotation,
 ) -> tuple[jax.Array, Cache]:
     """Write the tokens' keys and values, then attend on what is stored."""
 
@@ -186,8 +237,8 @@ def _attention(
         x = _apply(linear, x_BND).reshape(*x_BND.shape[:2], -1, config.head_dim)
         return x if norm_h is None else _norm(x, norm_h, config.norm_eps)
 
-    q_BNHh = _rotate(heads(layer.q, layer.q_norm_h), place)
-    k_BNKh = _rotate(heads(layer.k, layer.k_norm_h), place)
+    q_BNHh = _rotate(heads(layer.q, layer.q_norm_h), rotation)
+    k_BNKh = _rotate(heads(layer.k, layer.k_norm_h), rotation)
     cache = _write(cache, index, place, k_BNKh, heads(layer.v, None))
     q_BNKRh = q_BNHh.reshape(*k_BNKh.shape[:3], -1, config.head_dim)
     attended_BNKRh = _attend(q_BNKRh, cache, index, place, config.sliding_window)
@@ -195,9 +246,9 @@ def _attention(
 
 
 def _write(cache: Cache, index: jax.Array, place: Place, k_BNKh: jax.Array, v_BNKh: jax.Array) -> Cache:
-    num_positions = cache.k_LSTKh.shape[2]
-    # Padding goes to a position past the end, which drops it.
-    at_BN = jnp.where(place.position_BN < 0, num_positions, place.position_BN)
+    num_rows = cache.k_LSTKh.shape[2]
+    # Padding goes to a row past the end, which drops it.
+    at_BN = jnp.where(place.row_BN < 0, num_rows, place.row_BN)
     slot_B1 = place.slot + jnp.arange(at_BN.shape[0])[:, None]
 
     def write(cache_LSTKh: jax.Array, new_BNKh: jax.Array) -> jax.Array:
@@ -214,7 +265,8 @@ def _attend(q_BNKRh: jax.Array, cache: Cache, index: jax.Array, place: Place, wi
     """
     num_slots, num_tokens, num_kv_heads, num_repeats, head_dim = q_BNKRh.shape
     q_BNKRh = q_BNKRh * jnp.asarray(head_dim**-0.5, q_BNKRh.dtype)
-    position_BN1 = place.position_BN[:, :, None]
+    row_BN1, first_BN1 = place.row_BN[:, :, None], place.first_BN[:, :, None]
+    position_BN1 = place.position(place.row_BN)[:, :, None]
 
     def read(cache_LSTKh: jax.Array, start: jax.Array) -> jax.Array:
         sizes = (1, num_slots, BLOCK, num_kv_heads, head_dim)
@@ -227,9 +279,10 @@ def _attend(q_BNKRh: jax.Array, cache: Cache, index: jax.Array, place: Place, wi
         start = block * BLOCK
         k_BtKh, v_BtKh = read(cache.k_LSTKh, start), read(cache.v_LSTKh, start)
         seen_t = start + jnp.arange(BLOCK)
-        visible_BNt = seen_t <= position_BN1
+        visible_BNt = (seen_t <= row_BN1) & ((seen_t < place.shared) | (seen_t >= first_BN1))
         if window is not None:
-            visible_BNt &= position_BN1 - seen_t < window
+            seen_BNt = jnp.broadcast_to(seen_t, (*place.row_BN.shape, BLOCK))
+            visible_BNt &= position_BN1 - place.position(seen_BNt) < window
         scores_BKRNt = jnp.einsum("BNKRh,BtKh->BKRNt", q_BNKRh, k_BtKh, preferred_element_type=jnp.float32)
         scores_BKRNt = jnp.where(visible_BNt[:, None, None], scores_BKRNt, -jnp.inf)
         raised_BKRN = jnp.maximum(highest_BKRN, jnp.max(scores_BKRNt, axis=-1))
@@ -243,7 +296,7 @@ def _attend(q_BNKRh: jax.Array, cache: Cache, index: jax.Array, place: Place, wi
 
     rows = (num_slots, num_kv_heads, num_repeats, num_tokens)
     start = (jnp.full(rows, LOWEST), jnp.zeros(rows), jnp.zeros((*rows, head_dim)))
-    num_blocks = jnp.max(place.position_BN) // BLOCK + 1
+    num_blocks = jnp.max(place.row_BN) // BLOCK + 1
     _, total_BKRN, out_BKRNh = lax.fori_loop(0, num_blocks, add_block, start)
     # Padding has seen nothing; its total of 0 must not divide.
     out_BKRNh = out_BKRNh / jnp.where(total_BKRN == 0, 1, total_BKRN)[..., None]
@@ -261,9 +314,9 @@ def _norm(x: jax.Array, weight: Leaf, eps: float) -> jax.Array:
     return (scaled * weight.astype(jnp.float32)).astype(x.dtype)
 
 
-def _rotate(x_BNHh: jax.Array, place: Place) -> jax.Array:
+def _rotate(x_BNHh: jax.Array, rotation: Rotation) -> jax.Array:
     """Rotate the pairs (j, j + h / 2) of each head, in float32."""
     first, second = jnp.split(x_BNHh.astype(jnp.float32), 2, axis=-1)
-    cos, sin = place.cos_BNh[:, :, None], place.sin_BNh[:, :, None]
+    cos, sin = (table_BNh[:, :, None] for table_BNh in rotation)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return rotated.astype(x_BNHh.dtype)
