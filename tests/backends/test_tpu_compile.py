@@ -11,7 +11,7 @@ from jax.sharding import SingleDeviceSharding
 
 from llmq.backends.tpu import device
 from llmq.backends.tpu.linear import EinsumLinear
-from llmq.backends.tpu.model import Cache, Layer, Params, forward
+from llmq.backends.tpu.model import Cache, Layer, Params, Place, forward
 from llmq.backends.tpu.table import EinsumTable
 from llmq.model.config import ModelConfig
 from tests.tiny import tiny_config
@@ -75,10 +75,10 @@ def test_nothing_large_is_materialized(sharding: SingleDeviceSharding, num_slots
         "bfloat16",
         params,
         Cache(cache, cache),
-        shaped(dtype=jnp.int32),
         batch,
+        Place(shaped(dtype=jnp.int32), batch, batch, shaped(dtype=jnp.int32)),
         batch,
-        want_logits=num_tokens == 1,
+        wanted="logits" if num_tokens == 1 else "cache",
     )
     memory = lowered.compile().memory_analysis()
     assert memory is not None
