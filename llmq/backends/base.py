@@ -30,6 +30,8 @@ State = Any
 
 ComputeType = Literal["bfloat16", "float32"]
 
+CacheType = Literal["bfloat16", "float32", "int8"]
+
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
@@ -40,12 +42,14 @@ class ModelOptions:
         dtype: Compute type; None takes what the device is good at.
         num_slots: Sequences held at once.
         max_len: Positions of each slot.
+        kv_int8: Store keys and values as int8 (see `quant.cache`), not in the compute type.
     """
 
     device: str | None = None
     dtype: ComputeType | None = None
     num_slots: int = 1
     max_len: int = 2048
+    kv_int8: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,7 @@ class Caps:
     Attributes:
         device: Where it runs, for people to read.
         dtype: Compute type.
+        kv_dtype: Type of cached keys and values.
         num_slots: Sequences held at once.
         max_len: Positions of each slot.
         vocab_size: Logits per position.
@@ -63,6 +68,7 @@ class Caps:
 
     device: str
     dtype: ComputeType
+    kv_dtype: CacheType
     num_slots: int
     max_len: int
     vocab_size: int

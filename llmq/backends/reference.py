@@ -15,7 +15,7 @@ from llmq.checkpoint.loader import ModelWeights
 from llmq.errors import BackendError
 from llmq.model.names import EMBEDDING, FINAL_NORM, LM_HEAD, layer_prefix
 from llmq.model.rotary import rotary_tables
-from llmq.quant import QTensor, dequantize
+from llmq.quant import QTensor, dequantize, quantize_vectors
 from llmq.quant.affine import dtype_of
 
 #: Called with the name, input and output of every linear.
@@ -37,7 +37,11 @@ def reference_weight(weight: np.ndarray | QTensor, dtype: ComputeType = "float32
 
 
 def forward(
-    weights: ModelWeights, tokens: Sequence[int], observe: Observer | None = None, num_layers: int | None = None
+    weights: ModelWeights,
+    tokens: Sequence[int],
+    observe: Observer | None = None,
+    num_layers: int | None = None,
+    kv_int8: bool = False,
 ) -> np.ndarray:
     """Logits of every position.
 
@@ -46,6 +50,7 @@ def forward(
         tokens: `[T]` ids.
         observe: Called for every linear.
         num_layers: Run only the first layers; None runs all.
+        kv_int8: Attend on keys and values as an int8 cache gives them back.
 
     Returns:
         float64 `[T, V]`.
@@ -82,6 +87,8 @@ def forward(
         q = heads(f"{at}self_attn.q_proj", inner, config.num_heads, f"{at}self_attn.q_norm.weight", True)
         k = heads(f"{at}self_attn.k_proj", inner, config.num_kv_heads, f"{at}self_attn.k_norm.weight", True)
         v = heads(f"{at}self_attn.v_proj", inner, config.num_kv_heads, None, False)
+        if kv_int8:
+            k, v = _through_int8(k), _through_int8(v)
         x = x + linear(f"{at}self_attn.o_proj", _attend(q, k, v, visible))
         inner = norm(f"{at}post_attention_layernorm.weight", x)
         gate = linear(f"{at}mlp.gate_proj", inner)
@@ -94,6 +101,11 @@ def _rotate(x_THh: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
     first, second = np.split(x_THh, 2, axis=-1)
     cos, sin = cos[:, None], sin[:, None]
     return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def _through_int8(x_TKh: np.ndarray) -> np.ndarray:
+    values, scale = quantize_vectors(x_TKh)
+    return values * scale[..., None].astype(np.float64)
 
 
 def _attend(q_THh: np.ndarray, k_TKh: np.ndarray, v_TKh: np.ndarray, visible: np.ndarray) -> np.ndarray:
@@ -114,6 +126,7 @@ class ReferenceModel:
         self.caps = Caps(
             device="NumPy on the CPU, float64 accumulation",
             dtype="float32",
+            kv_dtype="int8" if options.kv_int8 else "float32",
             num_slots=options.num_slots,
             max_len=options.max_len,
             vocab_size=weights.config.vocab_size,
@@ -129,7 +142,9 @@ class ReferenceModel:
     ) -> tuple[State, np.ndarray | None]:
         """See `base.InferenceModel.extend`."""
         state[slot] = [*state[slot][:start], *(int(token) for token in tokens)]
-        logits = forward(self._weights, state[slot])[start:] if want_logits else None
+        logits = (
+            forward(self._weights, state[slot], kv_int8=self.caps.kv_dtype == "int8")[start:] if want_logits else None
+        )
         return state, None if logits is None else logits.astype(np.float32)
 
     def decode(self, state: State, tokens: np.ndarray, positions: np.ndarray) -> tuple[State, np.ndarray]:

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,8 +26,9 @@ def backend(request: pytest.FixtureRequest) -> Backend:
     return load_backend(request.param)
 
 
-def opened(backend: Backend, weights, num_slots: int = 1) -> InferenceModel:
-    return backend.open_model(weights, ModelOptions(device="cpu", dtype="float32", num_slots=num_slots, max_len=64))
+def opened(backend: Backend, weights, num_slots: int = 1, **options: Any) -> InferenceModel:
+    fields = {"device": "cpu", "dtype": "float32", "num_slots": num_slots, "max_len": 64, **options}
+    return backend.open_model(weights, ModelOptions(**fields))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -124,6 +126,23 @@ def test_runs_are_scored_as_if_each_stood_alone(backend: Backend, changes: dict,
     state, second = model.score(state, 1, 20, [TOKENS[20:39]], [TOKENS[21:40]])
     whole = log_softmax(forward(plain, TOKENS.tolist()))[np.arange(39), TOKENS[1:]]
     np.testing.assert_allclose(np.concatenate([first[0].logprobs, second[0].logprobs]), whole, atol=5e-5)
+
+
+@pytest.mark.parametrize("changes", [{}, {"architectures": ["MistralForCausalLM"], "sliding_window": 8}])
+def test_int8_keys_and_values(backend: Backend, changes: dict, tmp_path: Path) -> None:
+    """What a run wrote is attended on as it is stored, in one run as in single steps."""
+    plain = load_weights(str(write_tiny(tmp_path / "m", num_hidden_layers=2, **changes)))
+    model = opened(backend, plain, num_slots=2, kv_int8=True)
+    assert model.caps.kv_dtype == "int8"
+    expected = forward(plain, TOKENS.tolist(), kv_int8=True)
+    exact = forward(plain, TOKENS.tolist())
+    state, got = model.extend(model.init_state(), 1, TOKENS[:30], 0, want_logits=True)
+    for position in range(30, 40):
+        state, logits = model.decode(state, np.array([0, TOKENS[position]]), np.array([-1, position]))
+        got = np.concatenate([got, logits[1:]])
+    # A key on the edge of two codes may fall either way in float32; that is far less than what int8 costs.
+    assert np.abs(got - expected).mean() < 0.05 * np.abs(exact - expected).mean()
+    assert np.abs(exact - expected).max() > 1e-3
 
 
 def test_what_is_said_of_a_model(backend: Backend, weights) -> None:

@@ -17,7 +17,7 @@ EOS = 2
 class ScriptedModel:
     """Says a fixed text after any prompt, and keeps what was written into each slot."""
 
-    caps = Caps("script", "float32", num_slots=2, max_len=64, vocab_size=320, kernels=())
+    caps = Caps("script", "float32", "float32", num_slots=2, max_len=64, vocab_size=320, kernels=())
 
     def __init__(self, script: list[int]) -> None:
         self.script = script

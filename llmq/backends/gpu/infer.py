@@ -30,6 +30,7 @@ class TorchModel:
         self.caps = Caps(
             device=f"{name}, torch {torch.__version__}",
             dtype=dtype,
+            kv_dtype="int8" if options.kv_int8 else dtype,
             num_slots=options.num_slots,
             max_len=options.max_len,
             vocab_size=weights.config.vocab_size,
@@ -38,7 +39,8 @@ class TorchModel:
 
     def init_state(self) -> State:
         """See `base.InferenceModel.init_state`."""
-        return Cache(self._decoder.config, self.caps.num_slots, self.caps.max_len, self._device, self._dtype)
+        stored = torch.int8 if self.caps.kv_dtype == "int8" else self._dtype
+        return Cache(self._decoder.config, self.caps.num_slots, self.caps.max_len, self._device, stored)
 
     @torch.inference_mode()
     def extend(

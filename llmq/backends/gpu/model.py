@@ -17,7 +17,7 @@ from llmq.checkpoint.loader import ModelWeights
 from llmq.model.config import ModelConfig
 from llmq.model.names import EMBEDDING, FINAL_NORM, LM_HEAD, layer_prefix
 from llmq.model.rotary import rotary_tables
-from llmq.quant import QTensor, dequantize
+from llmq.quant import QTensor, dequantize, quantize_vectors
 
 
 class Embedding:
@@ -90,22 +90,52 @@ class Layer:
 
 
 class Cache:
-    """Keys and values of every slot, `[L, S, T, K, h]` each.
+    """Keys and values of every slot, `[L, S, T, K, h]` each, in the compute type or as int8 codes.
 
     Args:
         config: The model.
         num_slots: S.
         max_len: T.
         device: Where.
-        dtype: Compute type.
+        dtype: Type of what is stored; int8 adds a float32 scale `[L, S, T, K]` to each.
     """
 
     def __init__(
         self, config: ModelConfig, num_slots: int, max_len: int, device: torch.device, dtype: torch.dtype
     ) -> None:
         shape = (config.num_layers, num_slots, max_len, config.num_kv_heads, config.head_dim)
-        self.keys = torch.zeros(shape, device=device, dtype=dtype)
-        self.values = torch.zeros(shape, device=device, dtype=dtype)
+        self._stored = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(2)]
+        self._scales = [torch.zeros(shape[:-1], device=device) for _ in range(2)] if dtype is torch.int8 else []
+
+    def write(self, layer: int, slots_M: Tensor, rows_M: Tensor, *new_MKh: Tensor) -> None:
+        """Store the keys and values of tokens.
+
+        Args:
+            layer: Which layer.
+            slots_M: Slot of each token.
+            rows_M: Row of each token.
+            *new_MKh: Keys and values.
+        """
+        at = (layer, slots_M, rows_M)
+        for index, new in enumerate(new_MKh):
+            if self._scales:
+                self._stored[index][at], self._scales[index][at] = quantize_vectors(new)
+            else:
+                self._stored[index][at] = new
+
+    def read(self, layer: int, slots_B: Tensor, window: int) -> tuple[list[Tensor], list[Tensor]]:
+        """The first rows of some slots.
+
+        Args:
+            layer: Which layer.
+            slots_B: Which slots.
+            window: How many rows.
+
+        Returns:
+            Keys and values, `[B, K, T, h]`, and their scales, `[B, K, 1, T]`, if there are any.
+        """
+        stored = [part[layer, slots_B, :window].transpose(1, 2) for part in self._stored]
+        return stored, [part[layer, slots_B, :window].transpose(1, 2)[:, :, None] for part in self._scales]
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,15 +220,13 @@ class Decoder:
         x_MD = self.embedding(tokens_M)
         cos_Mh, sin_Mh = self.cos_Th[place.positions_M][:, None], self.sin_Th[place.positions_M][:, None]
         visible_MT = place.visible(config.sliding_window)
-        window = visible_MT.shape[1]
-        for layer, keys_STKh, values_STKh in zip(self.layers, cache.keys, cache.values, strict=True):
+        for index, layer in enumerate(self.layers):
             inner_MD = rms_norm(x_MD, layer.input_norm, config.norm_eps)
             q_MHh = self._heads(layer.q(inner_MD), layer.q_norm, cos_Mh, sin_Mh)
             k_MKh = self._heads(layer.k(inner_MD), layer.k_norm, cos_Mh, sin_Mh)
-            keys_STKh[place.slots_M, place.rows_M] = k_MKh
-            values_STKh[place.slots_M, place.rows_M] = layer.v(inner_MD).unflatten(-1, (-1, config.head_dim))
-            attended = attend(q_MHh, keys_STKh[:, :window], values_STKh[:, :window], place, visible_MT)
-            x_MD = x_MD + layer.o(attended)
+            v_MKh = layer.v(inner_MD).unflatten(-1, (-1, config.head_dim))
+            cache.write(index, place.slots_M, place.rows_M, k_MKh, v_MKh)
+            x_MD = x_MD + layer.o(attend(q_MHh, cache, index, place, visible_MT))
             inner_MD = rms_norm(x_MD, layer.mlp_norm, config.norm_eps)
             x_MD = x_MD + layer.down(F.silu(layer.gate(inner_MD)) * layer.up(inner_MD))
         return x_MD
@@ -241,13 +269,13 @@ def rotate(x_MHh: Tensor, cos_Mh: Tensor, sin_Mh: Tensor) -> Tensor:
     return (x_MHh.float() * cos_Mh + turned * sin_Mh).to(x_MHh.dtype)
 
 
-def attend(q_MHh: Tensor, keys_STKh: Tensor, values_STKh: Tensor, place: Place, visible_MT: Tensor) -> Tensor:
+def attend(q_MHh: Tensor, cache: Cache, layer: int, place: Place, visible_MT: Tensor) -> Tensor:
     """Grouped-query attention of each token on its slot's cache.
 
     Args:
         q_MHh: Queries.
-        keys_STKh: Cached keys of all slots, cut to the rows in use.
-        values_STKh: Cached values.
+        cache: Keys and values.
+        layer: Which layer's.
         place: Slot of each query.
         visible_MT: Which rows each query sees.
 
@@ -261,6 +289,20 @@ def attend(q_MHh: Tensor, keys_STKh: Tensor, values_STKh: Tensor, place: Place, 
         slots_M = slots_M[:1]
     else:
         q_BHMh, mask = q_MHh[:, :, None], visible_MT[:, None, None]
-    k_BKTh, v_BKTh = keys_STKh[slots_M].transpose(1, 2), values_STKh[slots_M].transpose(1, 2)
-    out_BHMh = F.scaled_dot_product_attention(q_BHMh, k_BKTh, v_BKTh, attn_mask=mask, enable_gqa=True)
+    (k_BKTh, v_BKTh), scales = cache.read(layer, slots_M, visible_MT.shape[1])
+    if scales:
+        out_BHMh = _attend_int8(q_BHMh, k_BKTh, v_BKTh, scales[0], scales[1], mask)
+    else:
+        out_BHMh = F.scaled_dot_product_attention(q_BHMh, k_BKTh, v_BKTh, attn_mask=mask, enable_gqa=True)
     return out_BHMh.transpose(1, 2).reshape(num_tokens, num_heads * head_dim)
+
+
+def _attend_int8(
+    q_BHMh: Tensor, k_BKTh: Tensor, v_BKTh: Tensor, k_scale_BK1T: Tensor, v_scale_BK1T: Tensor, mask: Tensor
+) -> Tensor:
+    """Attention on codes: their scales multiply scores and probabilities, softmax in float32."""
+    num_kv_heads, dtype = k_BKTh.shape[1], q_BHMh.dtype
+    q_BKRMh = q_BHMh.unflatten(1, (num_kv_heads, -1)) * q_BHMh.shape[-1] ** -0.5
+    scores = torch.einsum("bkrmh,bkth->bkrmt", q_BKRMh, k_BKTh.to(dtype)).float() * k_scale_BK1T[:, :, None]
+    probs = scores.masked_fill(~mask[:, :, None], -torch.inf).softmax(dim=-1) * v_scale_BK1T[:, :, None]
+    return torch.einsum("bkrmt,bkth->bkrmh", probs.to(dtype), v_BKTh.to(dtype)).flatten(1, 2)

@@ -61,6 +61,7 @@ class JaxModel:
         self.caps = Caps(
             device=f"{device.device_kind} (JAX {jax.__version__})",
             dtype=dtype,
+            kv_dtype="int8" if options.kv_int8 else dtype,
             num_slots=options.num_slots,
             max_len=options.max_len,
             vocab_size=weights.config.vocab_size,
@@ -70,7 +71,7 @@ class JaxModel:
     def init_state(self) -> State:
         """See `base.InferenceModel.init_state`."""
         with jax.default_device(self._device):
-            return empty_cache(self._config, self.caps.num_slots, self.caps.max_len, self.caps.dtype)
+            return empty_cache(self._config, self.caps.num_slots, self.caps.max_len, self.caps.kv_dtype)
 
     def extend(
         self, state: State, slot: int, tokens: np.ndarray, start: int, *, want_logits: bool = False

@@ -23,6 +23,7 @@ from jax.tree_util import register_dataclass
 from llmq.backends.tpu.linear import Leaf, Linear
 from llmq.backends.tpu.table import Table
 from llmq.model.config import ModelConfig
+from llmq.quant import quantize_vectors
 
 #: Positions that attention reads at a time; the cache is a whole number of blocks long. A block
 #: beyond a row's position changes none of its bits, so rows of any lengths share one loop.
@@ -74,10 +75,17 @@ class Params:
 @register_dataclass
 @dataclass(frozen=True)
 class Cache:
-    """Keys, after rotation, and values of every position."""
+    """Keys, after rotation, and values of every row, in the compute type or as int8 codes.
 
-    k_LSTKh: jax.Array
-    v_LSTKh: jax.Array
+    Attributes:
+        k_LSTKh, v_LSTKh: What is stored.
+        k_scale_LSTK, v_scale_LSTK: float32 scales of codes; None without.
+    """
+
+    k_LSTKh: Leaf
+    v_LSTKh: Leaf
+    k_scale_LSTK: Leaf | None = None
+    v_scale_LSTK: Leaf | None = None
 
 
 @register_dataclass
@@ -117,14 +125,15 @@ def empty_cache(config: ModelConfig, num_slots: int, max_len: int, dtype: jax.ty
         config: The model.
         num_slots: S.
         max_len: Positions of a slot, rounded up to whole blocks.
-        dtype: Compute type.
+        dtype: Type of what is stored.
 
     Returns:
         The cache.
     """
     num_positions = -(-max_len // BLOCK) * BLOCK
     shape = (config.num_layers, num_slots, num_positions, config.num_kv_heads, config.head_dim)
-    return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+    stored = [jnp.zeros(shape, dtype) for _ in range(2)]
+    return Cache(*stored, *(jnp.zeros(shape[:-1]) for _ in range(2) if dtype == "int8"))
 
 
 Wanted = Literal["cache", "logits", "scores"]
@@ -251,10 +260,18 @@ def _write(cache: Cache, index: jax.Array, place: Place, k_BNKh: jax.Array, v_BN
     at_BN = jnp.where(place.row_BN < 0, num_rows, place.row_BN)
     slot_B1 = place.slot + jnp.arange(at_BN.shape[0])[:, None]
 
-    def write(cache_LSTKh: jax.Array, new_BNKh: jax.Array) -> jax.Array:
-        return cache_LSTKh.at[index, slot_B1, at_BN].set(new_BNKh, mode="drop")
+    def write(stored: Leaf, new: jax.Array) -> jax.Array:
+        return stored.at[index, slot_B1, at_BN].set(new, mode="drop")
 
-    return Cache(write(cache.k_LSTKh, k_BNKh), write(cache.v_LSTKh, v_BNKh))
+    if cache.k_scale_LSTK is None:
+        return Cache(write(cache.k_LSTKh, k_BNKh), write(cache.v_LSTKh, v_BNKh))
+    (k, k_scale), (v, v_scale) = quantize_vectors(k_BNKh), quantize_vectors(v_BNKh)
+    return Cache(
+        write(cache.k_LSTKh, k),
+        write(cache.v_LSTKh, v),
+        write(cache.k_scale_LSTK, k_scale),
+        write(cache.v_scale_LSTK, v_scale),
+    )
 
 
 def _attend(q_BNKRh: jax.Array, cache: Cache, index: jax.Array, place: Place, window: int | None) -> jax.Array:
@@ -268,29 +285,33 @@ def _attend(q_BNKRh: jax.Array, cache: Cache, index: jax.Array, place: Place, wi
     row_BN1, first_BN1 = place.row_BN[:, :, None], place.first_BN[:, :, None]
     position_BN1 = place.position(place.row_BN)[:, :, None]
 
-    def read(cache_LSTKh: jax.Array, start: jax.Array) -> jax.Array:
-        sizes = (1, num_slots, BLOCK, num_kv_heads, head_dim)
-        return lax.dynamic_slice(cache_LSTKh, (index, place.slot, start, 0, 0), sizes)[0]
+    def read(stored: Leaf, start: jax.Array) -> jax.Array:
+        sizes = (1, num_slots, BLOCK, num_kv_heads, head_dim)[: stored.ndim]
+        return lax.dynamic_slice(stored, (index, place.slot, start, 0, 0)[: stored.ndim], sizes)[0]
+
+    def read_scale(stored: Leaf | None, start: jax.Array) -> jax.Array | float:
+        """Scales as `[B, K, 1, 1, t]`: they multiply scores and probabilities."""
+        return 1.0 if stored is None else read(stored, start).swapaxes(1, 2)[:, :, None, None]
 
     def add_block(
         block: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         highest_BKRN, total_BKRN, out_BKRNh = carry
         start = block * BLOCK
-        k_BtKh, v_BtKh = read(cache.k_LSTKh, start), read(cache.v_LSTKh, start)
+        k_BtKh, v_BtKh = (read(stored, start).astype(q_BNKRh.dtype) for stored in (cache.k_LSTKh, cache.v_LSTKh))
         seen_t = start + jnp.arange(BLOCK)
         visible_BNt = (seen_t <= row_BN1) & ((seen_t < place.shared) | (seen_t >= first_BN1))
         if window is not None:
             seen_BNt = jnp.broadcast_to(seen_t, (*place.row_BN.shape, BLOCK))
             visible_BNt &= position_BN1 - place.position(seen_BNt) < window
         scores_BKRNt = jnp.einsum("BNKRh,BtKh->BKRNt", q_BNKRh, k_BtKh, preferred_element_type=jnp.float32)
+        scores_BKRNt *= read_scale(cache.k_scale_LSTK, start)
         scores_BKRNt = jnp.where(visible_BNt[:, None, None], scores_BKRNt, -jnp.inf)
         raised_BKRN = jnp.maximum(highest_BKRN, jnp.max(scores_BKRNt, axis=-1))
         shrink_BKRN = jnp.exp(highest_BKRN - raised_BKRN)
         weight_BKRNt = jnp.exp(scores_BKRNt - raised_BKRN[..., None])
-        added_BKRNh = jnp.einsum(
-            "BKRNt,BtKh->BKRNh", weight_BKRNt.astype(v_BtKh.dtype), v_BtKh, preferred_element_type=jnp.float32
-        )
+        scaled_BKRNt = (weight_BKRNt * read_scale(cache.v_scale_LSTK, start)).astype(v_BtKh.dtype)
+        added_BKRNh = jnp.einsum("BKRNt,BtKh->BKRNh", scaled_BKRNt, v_BtKh, preferred_element_type=jnp.float32)
         total_BKRN = total_BKRN * shrink_BKRN + jnp.sum(weight_BKRNt, axis=-1)
         return raised_BKRN, total_BKRN, out_BKRNh * shrink_BKRN[..., None] + added_BKRNh
 
