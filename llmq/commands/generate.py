@@ -35,6 +35,7 @@ def generate(
     backend: options.BackendName = "auto",
     device: options.Device = None,
     dtype: options.DType = None,
+    kv_cache_dtype: options.KvCacheDtype = "auto",
     stats: Annotated[bool, typer.Option("--stats", help="Print kernels, times and tokens per second.")] = False,
 ) -> None:  # fmt: skip
     """Answer with a model: an artifact, or a checkpoint that was never quantized."""
@@ -43,6 +44,8 @@ def generate(
 
     if dtype not in (None, "bfloat16", "float32"):
         raise ConfigError(f"dtype={dtype!r}: must be bfloat16 or float32.")
+    if kv_cache_dtype not in ("auto", "int8"):
+        raise ConfigError(f"kv_cache_dtype={kv_cache_dtype!r}: must be auto or int8.")
     if prompt is not None and prompts_file is not None:
         raise ConfigError("prompt and --prompts-file: exclude each other; leave one of them out.")
     interactive = prompt is None and prompts_file is None
@@ -65,7 +68,9 @@ def generate(
 
     for ids in prompts:
         check_prompt(ids, params, max_len, weights.config.vocab_size)
-    opened = _open(weights, backend, device, dtype, max_len, stats)
+    opened = _open(
+        weights, backend, stats, device=device, dtype=dtype, max_len=max_len, kv_int8=kv_cache_dtype == "int8"
+    )
     session = Session(opened, tokenizer)
     if interactive:
         _converse(session, tokenizer, params, chat or tokenizer.has_chat_template, stats)
@@ -112,17 +117,15 @@ def _read_prompts(path: Path | None) -> list[str]:
     return prompts
 
 
-def _open(
-    weights: "ModelWeights", backend: str, device: str | None, dtype: Any, max_len: int, stats: bool
-) -> "InferenceModel":
+def _open(weights: "ModelWeights", backend: str, stats: bool, *, device: str | None, **chosen: Any) -> "InferenceModel":
     from llmq.backends.base import ModelOptions
     from llmq.backends.registry import select_backend
     from llmq.commands.terminal import say
 
-    plugin, chosen = select_backend(backend, device)
-    opened = plugin.open_model(weights, ModelOptions(device=chosen, dtype=dtype, max_len=max_len))
+    plugin, device = select_backend(backend, device)
+    opened = plugin.open_model(weights, ModelOptions(device=device, **chosen))
     if stats or not plugin.has_accelerator():
-        say(f"backend {plugin.name} on {opened.caps.device}, {opened.caps.dtype}")
+        say(f"backend {plugin.name} on {opened.caps.device}, {opened.caps.dtype}, cache in {opened.caps.kv_dtype}")
     if stats:
         for kernel in opened.caps.kernels:
             say(f"  {kernel}")

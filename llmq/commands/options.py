@@ -81,6 +81,9 @@ DType = Annotated[
         "--dtype", help="Compute type: bfloat16 or float32. Default: what the device is good at.", show_default=False
     ),
 ]
+KvCacheDtype = Annotated[
+    str, typer.Option("--kv-cache-dtype", help="auto keeps keys and values in the compute type, int8 quantizes them.")
+]
 MaxModelLen = Annotated[
     int | None,
     typer.Option("--max-model-len", help="Context in tokens. Default: what the prompts need.", show_default=False),

@@ -58,6 +58,24 @@ def test_sampling_is_reproducible_and_stats_are_on_stderr(artifact: Path) -> Non
     assert other.stdout != first.stdout
 
 
+def test_the_cache_may_be_int8(artifact: Path) -> None:
+    for backend in ("cpu", "tpu"):
+        done = llmq(
+            "generate",
+            artifact,
+            "Hello",
+            "--backend",
+            backend,
+            "--max-tokens",
+            4,
+            "--kv-cache-dtype",
+            "int8",
+            "--stats",
+        )
+        assert done.returncode == 0, done.stderr
+        assert "cache in int8" in done.stderr
+
+
 def test_a_file_of_prompts_and_the_chat_template(artifact: Path, tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_bytes("\ufeffone\r\n\r\ntwo\u2028lines\n".encode())
     done = llmq(
@@ -87,6 +105,7 @@ def test_a_file_of_prompts_and_the_chat_template(artifact: Path, tmp_path: Path)
             "max_model_len=100000: must be positive and at most the model's context, 512",
         ),
         (("x", "--max-model-len", "0"), "max_model_len=0: must be positive"),
+        (("x", "--kv-cache-dtype", "int4"), "kv_cache_dtype='int4': must be auto or int8"),
         (("x", "--max-model-len", "8"), "exceed the context of 8"),
         (("x", "--prompts-file", "y"), "exclude each other"),
         (("--prompts-file", "./nowhere"), "prompts_file=nowhere: cannot be read"),
