@@ -144,14 +144,14 @@ def test_force_replaces_an_artifact_and_nothing_else(tmp_path: Path, monkeypatch
     assert describe(str(out), verify=True)["record"]["weights_sha256"] == record["weights_sha256"]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "source"]
 
-    (out / "notes.txt").write_text("mine")  # a user's own file beside the artifact's
+    (out / "adapter.safetensors").write_text("mine")  # a user's own file beside the artifact's
     home = tmp_path / "home"
     (home / "documents").mkdir(parents=True)
     (home / "documents" / "thesis").write_text("precious")
     for precious in (out, home, home / "documents"):
         with pytest.raises(OutputError, match="is not an artifact of llmq, so --force does not replace it"):
             run(source, precious, force=True)
-    assert (out / "notes.txt").read_text() == "mine"
+    assert (out / "adapter.safetensors").read_text() == "mine"
     assert (home / "documents" / "thesis").read_text() == "precious"
 
     empty = tmp_path / "empty"

@@ -9,6 +9,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -211,9 +212,13 @@ def is_replaceable(directory: Path) -> bool:
     except (OSError, ValueError, TypeError, KeyError):
         return False
     return all(
-        path.is_file() and (path.name in known or path.name in (RECORD, INDEX) or path.suffix == ".safetensors")
+        path.is_file() and (path.name in known or path.name in (RECORD, INDEX) or _SHARD.fullmatch(path.name))
         for path in directory.iterdir()
     )
+
+
+#: Names that `plan_shards` gives.
+_SHARD = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 
 
 @contextmanager
