@@ -9,8 +9,9 @@ import importlib.metadata
 import math
 import os
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -191,13 +192,13 @@ def convert(
     check_target(output, plan.reader.path, force=force)
     fidelities: dict[str, Fidelity] = {}
     with (
-        ThreadPoolExecutor(num_threads or os.cpu_count()) as workers,
-        ThreadPoolExecutor(1) as hashing,
-        ThreadPoolExecutor(1) as reading,
-        ThreadPoolExecutor(1) as writing,
-        stage(output, plan.shards) as writer,
+        stage(output, plan.shards) as writer,  # outermost: on an error, no thread writes into what it removes
+        _threads(num_threads or os.cpu_count()) as workers,
+        _threads(1) as hashing,
+        _threads(1) as reading,
+        _threads(1) as writing,
     ):
-        hashes = hashing.submit(lambda: {name: _sha256(path) for name, path in plan.reader.files.items()})
+        hashes = {name: hashing.submit(_sha256, path) for name, path in plan.reader.files.items()}
         done = 0
         written: Future[None] | None = None
         for row, tensor in _read_ahead(plan, reading):
@@ -213,10 +214,21 @@ def convert(
         weights_sha256 = writer.finish()
         for name, contents in plan.side_files().items():
             writer.write_file(name, contents)
-        record = plan.record(fidelities, hashes.result(), weights_sha256, writer.files, command)
+        source_hashes = {name: future.result() for name, future in hashes.items()}
+        record = plan.record(fidelities, source_hashes, weights_sha256, writer.files, command)
         writer.write_file(layout.RECORD, _record_json(record))
         _check_written(plan, writer)
     return record
+
+
+@contextmanager
+def _threads(count: int | None) -> Generator[ThreadPoolExecutor]:
+    """A pool that, when it is left, finishes what it is doing and drops what it has not begun."""
+    pool = ThreadPoolExecutor(count)
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _read_ahead(plan: ConversionPlan, pool: ThreadPoolExecutor) -> Iterator[tuple[TensorPlan, np.ndarray]]:
@@ -241,13 +253,13 @@ def _store(
 ) -> dict[str, np.ndarray]:
     """What a tensor becomes in the file; its fidelity is noted."""
     if row.scheme is None:
-        _refuse_nonfinite(row, bool(np.isfinite(tensor.astype(np.float32)).all()))
+        if not np.isfinite(tensor.astype(np.float32)).all():
+            raise _damaged(row)
         return {row.name: tensor}
     try:
         matrix = quantize_rows(tensor, row.scheme, workers)
-    except NonFiniteWeightError:
-        _refuse_nonfinite(row, False)
-        raise
+    except NonFiniteWeightError as err:
+        raise _damaged(row) from err
     fidelities[row.name] = matrix.fidelity
     parts = {layout.VALUES: matrix.values, layout.SCALE: matrix.scale, layout.ZERO: matrix.zero}
     return {row.name + suffix: array for suffix, array in parts.items() if array is not None}
@@ -258,11 +270,10 @@ def _write(writer: ArtifactWriter, parts: Mapping[str, np.ndarray]) -> None:
         writer.write(name, array)
 
 
-def _refuse_nonfinite(row: TensorPlan, finite: bool) -> None:
-    if not finite:
-        raise CheckpointError(
-            f"{row.name}: holds NaN, infinity or a value beyond 2^120; the checkpoint is damaged, nothing was written."
-        )
+def _damaged(row: TensorPlan) -> CheckpointError:
+    return CheckpointError(
+        f"{row.name}: holds NaN, infinity or a value beyond 2^120; the checkpoint is damaged, nothing was written."
+    )
 
 
 def _sha256(path: Path) -> str:
