@@ -14,8 +14,10 @@ import typer
 
 from llmq.commands.convert import convert
 from llmq.commands.doctor import doctor
+from llmq.commands.eval import evaluate
 from llmq.commands.generate import generate
 from llmq.commands.inspect import inspect
+from llmq.commands.report import report
 from llmq.errors import LlmqError
 
 
@@ -34,8 +36,9 @@ app = typer.Typer(
         "help_option_names": ["-h", "--help"],
     },
 )
-for command in (convert, generate, inspect, doctor):
+for command in (convert, generate, inspect, report, doctor):
     app.command()(command)
+app.command("eval")(evaluate)
 
 
 def _print_version(wanted: bool) -> None:

@@ -8,7 +8,15 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
@@ -97,6 +105,44 @@ def byte_progress(title: str) -> Generator[ByteProgress]:
     with Progress(*columns, console=console(), transient=True) as bar:
         task = bar.add_task(title, name="")
         yield lambda name, done, total: bar.update(task, completed=done, total=total, name=name)
+
+
+@contextmanager
+def count_progress() -> Generator[ByteProgress]:
+    """Progress over things that are counted: a bar with time left on a terminal, plain lines elsewhere.
+
+    Yields:
+        A callback that is told what is counted, how many are done, and of how many.
+    """
+    if not sys.stderr.isatty():
+        yield _count_lines()
+        return
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console(), transient=True) as bar:
+        tasks: dict[str, TaskID] = {}
+
+        def report(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bar.add_task(what)
+            bar.update(tasks[what], completed=done, total=total)
+
+        yield report
+
+
+def _count_lines() -> ByteProgress:
+    begun: dict[str, float] = {}
+    last = time.monotonic()
+
+    def report(what: str, done: int, total: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        start = begun.setdefault(what, now)
+        if now - last >= _LINE_EVERY:
+            last = now
+            left = f", about {(now - start) * (total - done) / done:.0f} s left" if now > start and done else ""
+            say(f"{done} of {total} {what}{left}")
+
+    return report
 
 
 def _line_progress(title: str) -> ByteProgress:

@@ -6,12 +6,12 @@ values it is a mean of, in order, so that two models can be compared item by ite
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
 from llmq.config import Frozen, first_error
-from llmq.errors import ConfigError
+from llmq.errors import ConfigError, OutputError
 
 #: Raised when a reader of the previous version would misread a new file.
 FORMAT_VERSION = 1
@@ -23,7 +23,7 @@ class EvaluatedModel(Frozen):
     Attributes:
         name: As the user named it.
         format: ``llmq artifact``, ``huggingface`` or ``gguf``.
-        weights_sha256: Of an artifact's record; None for other checkpoints.
+        weights_sha256: Of an artifact's record; for other checkpoints over the names and hashes of their weight files.
         num_bytes: Of all stored tensors.
         quantization: An artifact's configuration.
         coverage: An artifact's coverage rows, for plots of error by layer; empty for others.
@@ -44,11 +44,13 @@ class Metric(Frozen):
         value: The figure.
         stderr: Its standard error; None where there is none.
         higher_is_better: Which way is up.
+        link: What `value` is of the mean of its items: that mean, or its exponential.
     """
 
     value: float
     stderr: float | None
     higher_is_better: bool
+    link: Literal["identity", "exp"] = "identity"
 
 
 class Results(Frozen):
@@ -77,6 +79,46 @@ class Results(Frozen):
     item_ids: dict[str, list[str]] = Field(default_factory=dict)
     counts: dict[str, int] = Field(default_factory=dict)
     samples: dict[str, list[dict[str, Any]]] = Field(default_factory=dict)
+
+
+def check_writable(path: Path) -> None:
+    """Refuse a place for results before hours of work, rather than after.
+
+    Args:
+        path: Where they are to go. A result file that is there will be replaced.
+
+    Raises:
+        OutputError: Its directory is missing, or another kind of file is in the way.
+    """
+    if not path.parent.is_dir():
+        raise OutputError(f"output={path}: the directory {path.parent} does not exist; create it first.")
+    if path.is_dir():
+        raise OutputError(f"output={path}: is a directory; name a file in it.")
+    if path.exists():
+        try:
+            read_results(path)
+        except ConfigError as err:
+            raise OutputError(
+                f"output={path}: exists and is not a result of llmq eval; name another file or delete it."
+            ) from err
+
+
+def write_results(path: Path, results: Results) -> None:
+    """Write a result file, whole or not at all.
+
+    Args:
+        path: Where.
+        results: What.
+
+    Raises:
+        OutputError: It cannot be written.
+    """
+    staged = path.with_name(f".{path.name}.tmp")
+    try:
+        staged.write_text(results.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        staged.replace(path)
+    except OSError as err:
+        raise OutputError(f"output={path}: cannot be written ({err.strerror or err}).") from err
 
 
 def read_results(path: Path) -> Results:
