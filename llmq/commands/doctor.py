@@ -5,7 +5,7 @@ from dataclasses import asdict
 from llmq.commands import options
 
 #: Extra -> a package that tells whether it is installed.
-_EXTRAS = {"tpu": "libtpu"}
+_EXTRAS = {"eval": "lm-eval", "tpu": "libtpu"}
 
 
 def doctor(as_json: options.Json = False) -> None:

@@ -58,7 +58,7 @@ def evaluate(
         log_samples=log_samples,
         data_dir=data_dir,
         include_path=include_path,
-        batch_size=int(batch_size) if batch_size.lstrip("-").isdecimal() else batch_size,
+        batch_size=_batch_size(batch_size),
         seed=seed,
         perplexity=perplexity,
         reference=reference,
@@ -87,6 +87,13 @@ def evaluate(
         say(f"results in {output}")
     if as_json:
         print_json(results.model_dump(mode="json"))
+
+
+def _batch_size(text: str) -> int | None:
+    try:
+        return None if text == "auto" else int(text)
+    except ValueError as err:
+        raise ConfigError(f"batch_size={text!r}: must be auto or a number of continuations.") from err
 
 
 def _list_tasks(data_dir: Path | None, include_path: Path | None, as_json: bool) -> None:

@@ -91,7 +91,7 @@ class Adapter(TemplateLM):
         self._prefix = prefix
         self._limits = limits
         self._seed = seed
-        self._journal = journal or Journal(None, {})
+        self._journal = Journal(None, {}) if journal is None else journal
         self._progress = progress
         self.num_truncated = 0
         self.num_requests = 0

@@ -68,10 +68,15 @@ class Journal:
         if self._file:
             self._write(json.dumps(answers))
 
+    def close(self) -> None:
+        """Leave the file for a later run."""
+        if self._file:
+            self._file.close()
+
     def remove(self) -> None:
         """Delete the file: the run is complete."""
-        if self._file and self._path:
-            self._file.close()
+        self.close()
+        if self._path:
             self._path.unlink(missing_ok=True)
 
     def _write(self, line: str) -> None:

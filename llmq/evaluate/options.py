@@ -20,7 +20,7 @@ class EvalOptions(Frozen):
         log_samples: Keep every item's prompts and answers in the results.
         data_dir: Local files of the tasks, in place of the hub.
         include_path: Directory of the user's own tasks.
-        batch_size: Continuations computed at once; ``auto`` fills the memory.
+        batch_size: Continuations computed at once; None goes by memory.
         seed: Of whatever a task draws.
         perplexity: Text to measure perplexity on, and divergence from `reference`.
         reference: A model to measure the divergence from.
@@ -40,7 +40,7 @@ class EvalOptions(Frozen):
     log_samples: bool = False
     data_dir: Path | None = None
     include_path: Path | None = None
-    batch_size: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
+    batch_size: Annotated[int, Field(ge=1)] | None = None
     seed: Annotated[int, Field(ge=0, lt=1 << 32)] = 1234
     perplexity: Path | None = None
     reference: str | None = None

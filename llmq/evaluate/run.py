@@ -5,7 +5,7 @@ import importlib.metadata
 import os
 import platform
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,7 +67,7 @@ def evaluate(
         raise ConfigError(f"window={options.window}: must be at most the context, {subject.options.max_len}.")
     text = None if options.perplexity is None else read_text(options.perplexity)
     tokens = tokens_per_call(subject.weights.config.vocab_size, _memory_bytes())
-    limits = Limits(tokens, None if options.batch_size == "auto" else options.batch_size)
+    limits = Limits(tokens, options.batch_size)
     with ExitStack() as stack:
         tasks = stack.enter_context(_load(options)) if options.tasks else None
         evaluated = subject.describe()
@@ -75,7 +75,7 @@ def evaluate(
         versions = _versions(options, subject.plugin.framework)
         run = {"model": evaluated.weights_sha256, "device": subject.options.device, "dtype": options.dtype}
         path = output and output.with_name(output.name + ".journal")
-        journal = Journal(path, {**run, **config, **versions}, resume=resume)
+        journal = stack.enter_context(closing(Journal(path, {**run, **config, **versions}, resume=resume)))
         if len(journal):
             tell(f"resuming: {len(journal)} answers are there already")
         opened = subject.open()

@@ -201,28 +201,35 @@ def _manager(*include: Path | None, include_defaults: bool) -> "TaskManager":
 
 
 def _check_known(options: EvalOptions, known: Sequence[str]) -> None:
-    for name in options.tasks:
-        if name in known:
-            continue
-        if options.data_dir is not None and name not in LOCAL_TASKS:
-            with _quiet():
-                elsewhere = name in _manager(include_defaults=True).all_tasks
-            if elsewhere:
-                raise ConfigError(
-                    f"tasks={name!r}: no local file is known for it, only for {', '.join(sorted({*known, *LOCAL_TASKS}))}; leave out --data-dir to use the hub."
-                )
-        close = difflib.get_close_matches(name, known, n=3)
-        offered = f"did you mean {' or '.join(close)}?" if close else "--tasks list shows all."
-        raise ConfigError(f"tasks={name!r}: there is no such task; {offered}")
+    unknown = next((name for name in options.tasks if name not in known), None)
+    if unknown is None:
+        return
+    offered = known
+    if options.data_dir is not None:
+        offered = sorted({*known, *LOCAL_TASKS})
+        with _quiet():
+            everywhere = _manager(include_defaults=True).all_tasks
+        if unknown in everywhere:
+            raise ConfigError(
+                f"tasks={unknown!r}: no local file is known for it, only for {', '.join(offered)}; leave out --data-dir to use the hub."
+            )
+    close = difflib.get_close_matches(unknown, offered, n=3)
+    advice = f"did you mean {' or '.join(close)}?" if close else "--tasks list shows all."
+    raise ConfigError(f"tasks={unknown!r}: there is no such task; {advice}")
 
 
 def _load(manager: "TaskManager", options: EvalOptions) -> Any:
+    from datasets.exceptions import DatasetsError
+
     try:
         return manager.load(list(options.tasks))
-    except OSError as err:  # of the datasets and hub libraries too
+    except (OSError, DatasetsError) as err:  # of the hub's library too
         reason = (str(err).strip() or type(err).__name__).splitlines()[0].rstrip(".")
+        advice = "with --data-dir they are read from local files"
+        if options.data_dir is not None:
+            advice = "the files must hold one JSON object a line"
         raise ConfigError(
-            f"tasks={','.join(options.tasks)}: their data cannot be loaded ({reason}); with --data-dir they are read from local files."
+            f"tasks={','.join(options.tasks)}: their data cannot be loaded ({reason}); {advice}."
         ) from err
 
 

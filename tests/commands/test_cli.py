@@ -36,10 +36,10 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny(tmp_path_factory.mktemp("cli") / "source")
 
 
-HEAVY = ("torch", "jax", "transformers", "numpy", "gguf", "tokenizers", "huggingface_hub")
+HEAVY = ("torch", "jax", "transformers", "numpy", "gguf", "tokenizers", "huggingface_hub", "lm_eval", "datasets")
 
 
-@pytest.mark.parametrize("command", [(), ("convert",), ("generate",), ("inspect",), ("doctor",)])
+@pytest.mark.parametrize("command", [(), ("convert",), ("generate",), ("eval",), ("report",), ("inspect",), ("doctor",)])
 def test_help_imports_nothing_heavy(command: tuple[str, ...]) -> None:
     code = (
         "import sys\nfrom llmq.cli import app\n"

@@ -166,6 +166,10 @@ class TestRefused:
             tasks=("gsm8k",), data_dir=data
         )
 
+    def test_a_damaged_file(self, data: Path) -> None:
+        (data / "piqa_validation.jsonl").write_text("no JSON\n")
+        assert "must hold one JSON object a line" in self.refused(tasks=("piqa",), data_dir=data)
+
     def test_without_lm_eval(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(tasks_module.importlib.util, "find_spec", lambda _: None)
         assert "pip install 'llmq[eval]'" in self.refused(tasks=("hellaswag",))
