@@ -15,8 +15,10 @@ import tempfile
 import time
 import types
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -33,13 +35,19 @@ from llmq.model.tokenizer import Tokenizer
 MAX_LEN = 2048
 
 
+def import_hflm() -> Any:
+    """lm-eval's adapter class. It imports accelerate, of which a model that is open already needs nothing."""
+    names = ("Accelerator", "InitProcessGroupKwargs", "find_executable_batch_size", "get_max_memory")
+    stubs = {name: types.ModuleType(name) for name in ("accelerate", "accelerate.utils")}
+    for stub in stubs.values():
+        vars(stub).update(dict.fromkeys(names))
+    with mock.patch.dict(sys.modules, {} if find_spec("accelerate") else stubs):
+        from lm_eval.models.huggingface import HFLM
+    return HFLM
+
+
 def transformers_adapter(weights: ModelWeights, dtype: str, batch_size: int) -> Any:
     """lm-eval's own adapter on the same weights."""
-    for name in ("accelerate", "accelerate.utils"):  # imported by it, and not used with an open model
-        module = sys.modules.setdefault(name, types.ModuleType(name))
-        for attribute in ("Accelerator", "InitProcessGroupKwargs", "find_executable_batch_size", "get_max_memory"):
-            setattr(module, attribute, getattr(module, attribute, None))
-    from lm_eval.models.huggingface import HFLM
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     config = AutoConfig.for_model(**weights.reader.config)
@@ -54,7 +62,7 @@ def transformers_adapter(weights: ModelWeights, dtype: str, batch_size: int) -> 
         config.save_pretrained(directory)
         tokenizer = AutoTokenizer.from_pretrained(directory)
     model = model.to(getattr(torch, dtype))
-    return HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, max_length=MAX_LEN)
+    return import_hflm()(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, max_length=MAX_LEN)
 
 
 def timed(task: str, options: dict[str, Any], lm: Any) -> tuple[float, TaskResults]:

@@ -39,7 +39,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 HEAVY = ("torch", "jax", "transformers", "numpy", "gguf", "tokenizers", "huggingface_hub", "lm_eval", "datasets")
 
 
-@pytest.mark.parametrize("command", [(), ("convert",), ("generate",), ("eval",), ("report",), ("inspect",), ("doctor",)])
+@pytest.mark.parametrize(
+    "command", [(), ("convert",), ("generate",), ("eval",), ("report",), ("inspect",), ("doctor",)]
+)
 def test_help_imports_nothing_heavy(command: tuple[str, ...]) -> None:
     code = (
         "import sys\nfrom llmq.cli import app\n"
