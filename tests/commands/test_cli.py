@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
@@ -20,9 +19,7 @@ def llmq(*args: object, **kwargs: object) -> subprocess.CompletedProcess[str]:
 
 def refused(*args: object) -> str:
     """Run a command that must fail: one sentence, exit 2, nothing on stdout."""
-    start = time.monotonic()
     done = llmq(*args)
-    assert time.monotonic() - start < 20, "refused late"  # on an idle machine it takes under a second
     assert done.returncode == 2, done
     assert done.stdout == ""
     lines = done.stderr.splitlines()

@@ -60,7 +60,8 @@ def test_a_run_without_network(model: Path, data: Path, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == json.loads(output.read_text())
-    lines = done.stderr.splitlines()
+    # A slow machine adds lines of progress.
+    lines = [line for line in done.stderr.splitlines() if " requests" not in line]
     assert lines[0].startswith("backend gpu on CPU")
     assert lines[1].split() == ["metric", "value", "error", "better", "items"]
     assert [line.split()[0] for line in lines[2:5]] == ["hellaswag/acc", "hellaswag/acc_norm", "truthfulqa_mc2/acc"]

@@ -165,7 +165,7 @@ class TestTruncation:
         assert [token for request in seen for token in request.continuation] == tokenizer_of().encode(text)[1:]
         assert [len(request.context) for request in seen] == [1, 1, 8]
         assert adapter.num_truncated == 0
-        assert total == pytest.approx(sum(logprob for logprob, _ in adapter._answer(seen)))
+        assert total == pytest.approx(sum(logprob for logprob, _ in adapter._answer(list(seen))))
 
 
 class TestGenerate:
