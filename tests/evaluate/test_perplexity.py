@@ -214,4 +214,5 @@ def test_smollm2_on_wikitext2(smollm2: ModelWeights, wikitext2: Path) -> None:
     tokenizer = Tokenizer.from_files(smollm2.reader.side_files(), smollm2.config)
     found = measure_perplexity(model, tokenizer, read_text(wikitext2), max_tokens=16 * 1024)
     assert found.counts["perplexity/tokens"] == 16_368
-    assert found.metrics["perplexity/token"].value == pytest.approx(22.77, abs=0.02)
+    # transformers: 22.749 in float32, 22.769 in bfloat16, where it rounds more often.
+    assert found.metrics["perplexity/token"].value == pytest.approx(22.75, abs=0.015)
