@@ -8,7 +8,12 @@
     ├── ArtifactError             a directory written by llmq breaks its own layout
     ├── OutputError               the result cannot be written where it was asked for
     ├── CoverageError             ``--strict`` and a tensor that would not be quantized as asked
-    └── BackendError              a backend, device or kernel is not usable here
+    ├── BackendError              a backend, device or kernel is not usable here
+    └── EngineError               a request cannot be taken now, whatever it asks for
+        ├── QueueFullError            too many requests wait already
+        ├── QueueTimeoutError         it has waited too long for a slot
+        ├── DrainingError             the engine is shutting down
+        └── EngineDeadError           the backend failed; every request fails until a restart
 
 Every message names the field, its value, the rule it breaks and a way out. Anything that is not
 an `LlmqError` and reaches the terminal is a defect of llmq.
@@ -49,3 +54,23 @@ class CoverageError(LlmqError):
 
 class BackendError(LlmqError):
     """A backend, device or kernel is not usable here."""
+
+
+class EngineError(LlmqError):
+    """A request cannot be taken now, whatever it asks for."""
+
+
+class QueueFullError(EngineError):
+    """Too many requests wait already."""
+
+
+class QueueTimeoutError(EngineError):
+    """A request has waited too long for a slot."""
+
+
+class DrainingError(EngineError):
+    """The engine is shutting down."""
+
+
+class EngineDeadError(EngineError):
+    """The backend failed; every request fails until a restart."""

@@ -6,20 +6,31 @@ and never imports another backend.
 
 **Inference.** A model has a fixed number of *slots*. A slot is one sequence: its tokens are
 written to positions 0, 1, 2, ... of its row of the key/value cache. `InferenceModel.extend` writes
-a run of tokens into one slot; `InferenceModel.decode` writes one token into each of many. Both
-write first and attend on what was stored. A row's result depends on that row alone, so what else
-is in the batch changes nothing. Writing at a position forgets everything after it; to reuse a
-prefix, extend from where it ends.
+a run of tokens into one slot. `InferenceModel.set_slot` hands a slot to a request, and from then
+on each `InferenceModel.decode` writes one token into every active slot, attends on what is stored
+and samples the next one; the sampled token stays on the device as the next one to write. Writing
+at a position forgets everything after it; to reuse a prefix, extend from where it ends.
+
+**A row's result depends on that row alone**, to the last bit: what else is in the batch, and
+which slot it is in, changes nothing. Runs of tokens are a different matter: the same tokens
+written by runs cut elsewhere may differ in their last bits, and so may tokens written by `decode`.
 
 **State** is opaque and consumed: after ``state, out = model.decode(state, ...)`` the old state must
 not be used again (JAX donates its buffers).
+
+**Waiting.** `InferenceModel.decode` may return before the device is done; `InferenceModel.fetch`
+waits. At most one step is dispatched ahead of the one fetched.
+
+**Failing.** Arguments are valid, callers see to that; whatever a method raises is the device's fault
+and the state is lost.
 
 **Numbers.** With the float32 compute type two backends differ by the order of accumulation only.
 `reference` is the slow, obvious twin that says what the result should be.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -27,6 +38,12 @@ import numpy as np
 from llmq.checkpoint.loader import ModelWeights
 
 State = Any
+
+#: A dispatched step, to be fetched.
+StepHandle = Any
+
+#: Alternatives that a step can report beside the sampled token.
+MAX_TOP_LOGPROBS = 20
 
 ComputeType = Literal["bfloat16", "float32"]
 
@@ -62,6 +79,7 @@ class Caps:
         kv_dtype: Type of cached keys and values.
         num_slots: Sequences held at once.
         max_len: Positions of each slot.
+        chunk_size: Prompts are written in runs cut at multiples of this; see `InferenceModel.extend`.
         vocab_size: Logits per position.
         kernels: How many linears run on which kernel, and why where it is not the fast one.
     """
@@ -71,6 +89,7 @@ class Caps:
     kv_dtype: CacheType
     num_slots: int
     max_len: int
+    chunk_size: int
     vocab_size: int
     kernels: tuple[str, ...]
 
@@ -93,6 +112,22 @@ class Probe:
 
 
 @dataclass(frozen=True, slots=True)
+class Run:
+    """Tokens that continue what a slot holds, for `InferenceModel.score`.
+
+    Attributes:
+        tokens: int32 `[n]`, n at least 1.
+        targets: int32 `[n]`: for every token, the one to score as its successor; None scores nothing.
+        parent: Index of an earlier run of the call, itself without a parent, that this one
+            continues; None continues the slot.
+    """
+
+    tokens: np.ndarray
+    targets: np.ndarray | None = None
+    parent: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Scores:
     """How likely the targets of a run were.
 
@@ -103,6 +138,77 @@ class Scores:
 
     logprobs: np.ndarray
     is_greedy: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class SlotSampling:
+    """How a slot's tokens are chosen, in the order in which it is applied; `sampling` computes it.
+
+    Attributes:
+        logit_bias: Added to the logits of tokens.
+        repetition_penalty: Divides positive and multiplies negative logits of tokens that the prompt
+            or the answer holds.
+        presence_penalty: Subtracted once from the logits of tokens that the answer holds.
+        frequency_penalty: Subtracted from the logits of a token as often as the answer holds it.
+        temperature: Divides the logits; 0 takes the most likely token.
+        top_k: Keep this many tokens; 0 keeps all.
+        top_p: Keep the smallest set of most likely tokens whose probabilities add up to this.
+        min_p: Keep tokens at least this likely, relative to the most likely one.
+    """
+
+    logit_bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepOut:
+    """What a step sampled. Rows of inactive slots are unspecified.
+
+    Attributes:
+        tokens: int32 `[num_slots]`; -1 where the logits were not finite.
+        logprobs: float32 `[num_slots]`, natural logarithm of each token's probability before any bias,
+            mask, penalty or temperature; None unless asked for.
+        top_ids: int32 `[num_slots, MAX_TOP_LOGPROBS]`, the most likely tokens, best first, ties by lower
+            id; None unless asked for.
+        top_logprobs: float32 `[num_slots, MAX_TOP_LOGPROBS]`, their log-probabilities; None unless asked for.
+    """
+
+    tokens: np.ndarray
+    logprobs: np.ndarray | None = None
+    top_ids: np.ndarray | None = None
+    top_logprobs: np.ndarray | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """What an open model has done and holds.
+
+    Attributes:
+        num_compiles: Functions compiled so far; constant after `InferenceModel.warmup`.
+        num_bytes: Of weights and state on the device.
+    """
+
+    num_compiles: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Of a device, in bytes.
+
+    Attributes:
+        total: All of it.
+        free: What new allocations can use.
+    """
+
+    total: int
+    free: int
 
 
 class InferenceModel(Protocol):
@@ -122,10 +228,24 @@ class InferenceModel(Protocol):
         """
         ...
 
+    def warmup(self, state: State) -> State:
+        """Compile and touch everything that serving will use, so that nothing is compiled afterwards.
+
+        Args:
+            state: Consumed; what the slots hold is lost.
+
+        Returns:
+            The new state.
+        """
+        ...
+
     def extend(
         self, state: State, slot: int, tokens: np.ndarray, start: int, *, want_logits: bool = False
     ) -> tuple[State, np.ndarray | None]:
         """Write a run of tokens into a slot.
+
+        A run of exactly `Caps.chunk_size` tokens that starts at a multiple of it gives the same bits
+        whatever is written after it: that is what makes a reused prefix equal a fresh one.
 
         Args:
             state: Consumed.
@@ -139,40 +259,98 @@ class InferenceModel(Protocol):
         """
         ...
 
-    def decode(self, state: State, tokens: np.ndarray, positions: np.ndarray) -> tuple[State, np.ndarray]:
-        """Write one token into each active slot and predict the next.
+    def set_slot(self, state: State, slot: int, prompt: np.ndarray, sampling: SlotSampling) -> State:
+        """Hand a slot to a request. Its next `decode` writes the last token of the prompt.
 
         Args:
             state: Consumed.
-            tokens: int32 `[num_slots]`.
-            positions: int32 `[num_slots]`, where each token goes; -1 leaves a slot untouched.
+            slot: Which sequence.
+            prompt: int32 `[n]`, n at least 1; its first n - 1 tokens must have been written.
+            sampling: How to choose what follows; nothing has been chosen yet.
 
         Returns:
-            The new state, and float32 `[num_slots, V]` logits; rows of untouched slots are
-            unspecified.
+            The new state.
         """
         ...
 
-    def score(
-        self, state: State, slot: int, shared: int, runs: Sequence[np.ndarray], targets: Sequence[np.ndarray]
-    ) -> tuple[State, list[Scores]]:
+    def copy_slot(self, state: State, source: int, target: int, num_tokens: int) -> State:
+        """Copy the first keys and values of a slot to another.
+
+        Args:
+            state: Consumed.
+            source: Where they were written.
+            target: Where they are written too.
+            num_tokens: How many positions.
+
+        Returns:
+            The new state.
+        """
+        ...
+
+    def decode(
+        self,
+        state: State,
+        active: np.ndarray,
+        uniform: np.ndarray,
+        *,
+        allowed: np.ndarray | None = None,
+        want_logprobs: bool = False,
+    ) -> tuple[State, StepHandle]:
+        """Write each active slot's next token and sample the one after it.
+
+        Args:
+            state: Consumed.
+            active: bool `[num_slots]`; the others stay untouched.
+            uniform: float32 `[num_slots]`, a random number in [0, 1) for each; not read where the
+                temperature is 0.
+            allowed: uint32 `[num_slots, ceil(V / 32)]`, bit ``v % 32`` of word ``v // 32`` allows token v;
+                None allows all.
+            want_logprobs: Report log-probabilities.
+
+        Returns:
+            The new state, and what `fetch` takes.
+        """
+        ...
+
+    def fetch(self, handle: StepHandle) -> StepOut:
+        """Wait for a step.
+
+        Args:
+            handle: From `decode`; fetched once.
+
+        Returns:
+            What it sampled.
+        """
+        ...
+
+    def score(self, state: State, slot: int, shared: int, runs: Sequence[Run]) -> tuple[State, list[Scores | None]]:
         """Score several continuations of what a slot holds, as if each stood alone after it.
 
-        The runs are computed together: each sees positions 0 .. `shared` - 1 of the slot and its own
-        tokens. They are written behind one another into the slot's rows from `shared` on; of
-        what was there, only the positions before `shared` and, with a single run, the run itself
-        are valid afterwards.
+        The runs are computed together: each sees positions 0 .. `shared` - 1 of the slot, its parent's
+        tokens and its own. They are written behind one another into the slot's rows from `shared`
+        on; of what was there, only the positions before `shared` and the first run are valid afterwards.
 
         Args:
             state: Consumed.
             slot: Which sequence.
             shared: Positions written before.
-            runs: int32 `[n]` each, n at least 1. Together they fit between `shared` and `max_len`.
-            targets: int32 `[n]` each: for every token of the run, the one to score as its successor.
+            runs: Together they fit between `shared` and `max_len`.
 
         Returns:
-            The new state, and a `Scores` for each run.
+            The new state, and `Scores` for each run that has targets.
         """
+        ...
+
+    def stats(self) -> Stats:
+        """What the model has done and holds.
+
+        Returns:
+            Counts, cheap enough to ask at every scrape of metrics.
+        """
+        ...
+
+    def close(self) -> None:
+        """Free the device. The model must not be used again."""
         ...
 
 
@@ -200,6 +378,20 @@ class Backend(Protocol):
 
         Returns:
             False when models would run on the CPU.
+        """
+        ...
+
+    def memory(self, device: str | None) -> Memory:
+        """How much a model may take.
+
+        Args:
+            device: As in `ModelOptions`.
+
+        Returns:
+            Of that device; of the machine on the CPU.
+
+        Raises:
+            BackendError: The device is not there.
         """
         ...
 

@@ -1,35 +1,101 @@
-"""Choosing the next token from logits, reproducibly.
+"""What a request may ask for, and the random numbers of its answer.
 
-Random numbers come from a counter: the n-th token of a request with a given seed sees the same
-number on every backend, whatever else is running.
+Random numbers come from a counter: the n-th token of a choice of a request sees the same number on
+every backend, whatever else is running.
 """
 
 import secrets
-from typing import Annotated
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Literal
 
 import numpy as np
 from pydantic import Field
 
+from llmq.backends.base import MAX_TOP_LOGPROBS, SlotSampling
 from llmq.config import Frozen
-from llmq.errors import BackendError
+
+#: Beyond these a request is a mistake or an attack.
+MAX_CHOICES = 128
+MAX_STOPS = 64
+MAX_STOP_CHARACTERS = 1024
+MAX_BIASES = 1024
+
+Finite = Field(allow_inf_nan=False)
+TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+
+
+class Grammar(Frozen):
+    """What an answer must match.
+
+    Attributes:
+        kind: Language of `source`: a JSON schema, a regular expression, or llguidance's Lark dialect.
+        source: The grammar.
+    """
+
+    kind: Literal["json_schema", "regex", "lark"]
+    source: str
 
 
 class SamplingParams(Frozen):
-    """How to choose tokens.
+    """How to choose tokens, and when to stop.
 
     Attributes:
-        max_tokens: Tokens to generate at most.
+        max_tokens: Tokens to generate at most; 0 only evaluates the prompt.
+        min_tokens: Before this many nothing but `max_tokens` ends an answer.
+        n: Answers to one prompt, each with random numbers of its own.
         temperature: Divides the logits; 0 takes the most likely token.
         top_p: Keep the smallest set of tokens whose probabilities add up to this.
         top_k: Keep this many tokens; 0 keeps all.
+        min_p: Keep tokens at least this likely, relative to the most likely one.
+        presence_penalty: Subtracted once from the logits of tokens that the answer holds.
+        frequency_penalty: Subtracted for every time that the answer holds a token.
+        repetition_penalty: Divides positive and multiplies negative logits of tokens seen before.
+        logit_bias: Added to the logits of tokens.
         seed: Of the random numbers; None takes one from the operating system.
+        stop: Texts that end an answer and are not part of it.
+        stop_token_ids: Tokens that end an answer and are not part of it.
+        ignore_eos: Go on after the model's own end tokens.
+        logprobs: Report each token's log-probability and those of this many alternatives; None reports nothing.
+        prompt_logprobs: The same for the tokens of the prompt.
+        grammar: What the answer must match.
     """
 
-    max_tokens: Annotated[int, Field(ge=1)] = 256
-    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Field(ge=0)] = 0
+    max_tokens: Annotated[int, Field(ge=0)] = 256
+    min_tokens: Annotated[int, Field(ge=0)] = 0
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
+    temperature: Annotated[float, Field(ge=0, le=1e6), Finite] = 0.0
+    top_p: Annotated[float, Field(gt=0, le=1), Finite] = 1.0
+    top_k: Annotated[int, Field(ge=0, lt=1 << 31)] = 0
+    min_p: Annotated[float, Field(ge=0, le=1), Finite] = 0.0
+    presence_penalty: Annotated[float, Field(ge=-2, le=2), Finite] = 0.0
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2), Finite] = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0, le=100), Finite] = 1.0
+    logit_bias: Annotated[
+        Mapping[TokenId, Annotated[float, Field(ge=-100, le=100), Finite]], Field(max_length=MAX_BIASES)
+    ] = MappingProxyType({})
     seed: Annotated[int, Field(ge=0, lt=1 << 64)] | None = None
+    stop: Annotated[
+        tuple[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)], ...], Field(max_length=MAX_STOPS)
+    ] = ()
+    stop_token_ids: Annotated[tuple[TokenId, ...], Field(max_length=MAX_STOPS)] = ()
+    ignore_eos: bool = False
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    grammar: Grammar | None = None
+
+    def for_slot(self) -> SlotSampling:
+        """The part of it that a backend applies."""
+        return SlotSampling(
+            logit_bias=self.logit_bias,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+        )
 
 
 def resolve_seed(params: SamplingParams) -> SamplingParams:
@@ -44,35 +110,16 @@ def resolve_seed(params: SamplingParams) -> SamplingParams:
     return params if params.seed is not None else params.model_copy(update={"seed": secrets.randbits(63)})
 
 
-def sample(logits_V: np.ndarray, params: SamplingParams, index: int) -> int:
-    """Choose one token.
+def uniform(seed: int, choice: int, index: int) -> float:
+    """The random number that chooses one token.
 
     Args:
-        logits_V: float32 logits.
-        params: With a seed unless greedy.
-        index: How many tokens of the request came before.
+        seed: Of the request.
+        choice: Which of its answers.
+        index: How many tokens of the answer came before.
 
     Returns:
-        The token's id. Ties go to the lower id.
-
-    Raises:
-        BackendError: The logits are not finite.
+        In [0, 1), exact in float32.
     """
-    best = int(np.argmax(logits_V))  # a NaN, if there is one
-    if not np.isfinite(logits_V[best]):
-        raise BackendError("logits: are not finite; the weights are damaged, or overflow in this compute type.")
-    if params.temperature == 0:
-        return best
-    with np.errstate(over="ignore"):
-        scaled_V = (logits_V.astype(np.float64) - logits_V[best]) / params.temperature
-    order = np.argsort(-scaled_V, kind="stable")
-    if params.top_k:
-        order = order[: params.top_k]
-    probs = np.exp(scaled_V[order] - scaled_V[order[0]])
-    probs /= probs.sum()
-    cumulative = np.cumsum(probs)
-    kept = int(np.searchsorted(cumulative, params.top_p)) + 1 if params.top_p < 1 else len(order)
-    cumulative = cumulative[:kept]
-    assert params.seed is not None
-    uniform = np.random.Generator(np.random.Philox(key=params.seed, counter=index)).random()
-    return int(order[np.searchsorted(cumulative, uniform * cumulative[-1], side="right").clip(0, len(cumulative) - 1)])
+    bits = np.random.Philox(key=seed, counter=[index, choice, 0, 0]).random_raw()
+    return float(bits >> 40) * 2.0**-24
