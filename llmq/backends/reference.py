@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from llmq.backends.base import Caps, ComputeType, ModelOptions, Probe, Scores, State
+from llmq.backends.base import Caps, ComputeType, ModelOptions, Probe, Run, Scores, State
 from llmq.checkpoint.loader import ModelWeights
 from llmq.errors import BackendError
 from llmq.model.names import EMBEDDING, FINAL_NORM, LM_HEAD, layer_prefix
@@ -129,6 +129,7 @@ class ReferenceModel:
             kv_dtype="int8" if options.kv_int8 else "float32",
             num_slots=options.num_slots,
             max_len=options.max_len,
+            chunk_size=16,
             vocab_size=weights.config.vocab_size,
             kernels=("every linear dequantized at each use",),
         )
@@ -147,29 +148,34 @@ class ReferenceModel:
         )
         return state, None if logits is None else logits.astype(np.float32)
 
-    def decode(self, state: State, tokens: np.ndarray, positions: np.ndarray) -> tuple[State, np.ndarray]:
-        """See `base.InferenceModel.decode`."""
-        logits = np.zeros((self.caps.num_slots, self.caps.vocab_size), np.float32)
-        for slot, position in enumerate(positions):
-            if position >= 0:
-                state, rows = self.extend(state, slot, tokens[slot : slot + 1], int(position), want_logits=True)
-                assert rows is not None
-                logits[slot] = rows[-1]
-        return state, logits
-
-    def score(
-        self, state: State, slot: int, shared: int, runs: Sequence[np.ndarray], targets: Sequence[np.ndarray]
-    ) -> tuple[State, list[Scores]]:
+    def score(self, state: State, slot: int, shared: int, runs: Sequence[Run]) -> tuple[State, list[Scores | None]]:
         """See `base.InferenceModel.score`."""
-        scores = []
-        for run, target in zip(runs, targets, strict=True):
-            state, logits = self.extend(state, slot, run, shared, want_logits=True)
-            assert logits is not None
-            highest = logits.max(axis=-1)
-            total = np.log(np.exp(logits - highest[:, None]).sum(axis=-1)) + highest
-            chosen = logits[np.arange(len(target)), target]
-            scores.append(Scores(chosen - total, logits.argmax(axis=-1) == target))
+        scores: list[Scores | None] = []
+        for run in runs:
+            start, parent = shared, None if run.parent is None else runs[run.parent]
+            if parent is not None:
+                state, _ = self.extend(state, slot, parent.tokens, shared)
+                start += len(parent.tokens)
+            state, logits = self.extend(state, slot, run.tokens, start, want_logits=run.targets is not None)
+            scores.append(None if logits is None or run.targets is None else score_rows(logits, run.targets))
+        state, _ = self.extend(state, slot, runs[0].tokens, shared)
         return state, scores
+
+
+def score_rows(logits_MV: np.ndarray, targets_M: np.ndarray) -> Scores:
+    """How likely targets are.
+
+    Args:
+        logits_MV: Of each position.
+        targets_M: The token that follows it.
+
+    Returns:
+        Their scores.
+    """
+    highest_M = logits_MV.max(axis=-1)
+    total_M = np.log(np.exp(logits_MV - highest_M[:, None]).sum(axis=-1)) + highest_M
+    chosen_M = logits_MV[np.arange(len(targets_M)), targets_M]
+    return Scores(chosen_M - total_M, logits_MV.argmax(axis=-1) == targets_M)
 
 
 class ReferenceBackend:

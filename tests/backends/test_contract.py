@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmq.backends.base import Backend, InferenceModel, ModelOptions
+from llmq.backends.base import Backend, InferenceModel, ModelOptions, Run
 from llmq.backends.reference import forward
 from llmq.backends.registry import ALIASES, backend_names, load_backend, select_backend
 from llmq.checkpoint.loader import load_weights
@@ -98,34 +98,46 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
     return logits - highest - np.log(np.exp(logits - highest).sum(axis=-1, keepdims=True))
 
 
-@pytest.mark.parametrize("changes", [{}, {"architectures": ["MistralForCausalLM"], "sliding_window": 8}])
+WINDOWS = [{}, {"architectures": ["MistralForCausalLM"], "sliding_window": 8}]
+
+# Each run with its parent, in an order that mixes roots and children.
+TREE = [(11, 20, None), (5, 6, None), (20, 25, 0), (2, 12, 1), (30, 31, 0), (25, 30, None)]
+
+
+@pytest.mark.parametrize("changes", WINDOWS)
 def test_runs_are_scored_as_if_each_stood_alone(backend: Backend, changes: dict, tmp_path: Path) -> None:
     plain = load_weights(str(write_tiny(tmp_path / "m", num_hidden_layers=2, **changes)))
     model = opened(backend, plain, num_slots=2)
-    prefix, runs = TOKENS[:11], [TOKENS[11:20], TOKENS[5:6], TOKENS[20:38]]
-    rng = np.random.default_rng(0)
-    expected, targets = [], []
-    for run in runs:
-        logits = forward(plain, [*prefix, *run])[len(prefix) :]
+    prefix, rng = TOKENS[:11], np.random.default_rng(0)
+    runs, expected = [], []
+    for start, end, parent in TREE:
+        tokens = TOKENS[start:end]
+        before = [*prefix, *([] if parent is None else runs[parent].tokens)]
+        logits = forward(plain, [*before, *tokens])[len(before) :]
         likely = logits.argmax(axis=-1)
-        target = np.where(rng.random(len(run)) < 0.5, likely, rng.integers(0, 320, len(run))).astype(np.int32)
-        expected.append((log_softmax(logits)[np.arange(len(run)), target], likely == target))
-        targets.append(target)
+        targets = np.where(rng.random(len(tokens)) < 0.5, likely, rng.integers(0, 320, len(tokens))).astype(np.int32)
+        expected.append((log_softmax(logits)[np.arange(len(tokens)), targets], likely == targets))
+        runs.append(Run(tokens, targets if start != 5 else None, parent))
 
     state, _ = model.extend(model.init_state(), 0, TOKENS[::-1].copy()[:20], 0)  # another slot's business
     state, _ = model.extend(state, 1, prefix, 0)
-    for order in ([0, 1, 2], [2, 0, 1]):  # a second time: the prefix is still what it was
-        state, scores = model.score(state, 1, len(prefix), [runs[i] for i in order], [targets[i] for i in order])
-        for i, got in zip(order, scores, strict=True):
-            np.testing.assert_allclose(got.logprobs, expected[i][0], atol=5e-5)
-            np.testing.assert_array_equal(got.is_greedy, expected[i][1])
-            assert got.logprobs.dtype == np.float32
+    for count in (6, 1, 5):  # again and again: the prefix is still what it was
+        state, scores = model.score(state, 1, len(prefix), runs[:count])
+        for run, got, (logprobs, is_greedy) in zip(runs, scores, expected, strict=False):
+            assert (got is None) == (run.targets is None)
+            if got is not None:
+                np.testing.assert_allclose(got.logprobs, logprobs, atol=5e-5)
+                np.testing.assert_array_equal(got.is_greedy, is_greedy)
+                assert got.logprobs.dtype == np.float32
+    state, scores = model.score(state, 1, len(prefix), [Run(run.tokens, None, run.parent) for run in runs])
+    assert scores == [None] * len(runs)
 
-    # A single run may be continued, so a long text is scored in pieces.
-    state, first = model.score(state, 1, 0, [TOKENS[:20]], [TOKENS[1:21]])
-    state, second = model.score(state, 1, 20, [TOKENS[20:39]], [TOKENS[21:40]])
+    # The first run may be continued, so a long text is scored in pieces.
     whole = log_softmax(forward(plain, TOKENS.tolist()))[np.arange(39), TOKENS[1:]]
-    np.testing.assert_allclose(np.concatenate([first[0].logprobs, second[0].logprobs]), whole, atol=5e-5)
+    for extra in ([], [Run(TOKENS[:3], TOKENS[:3])]):
+        state, first = model.score(state, 1, 0, [Run(TOKENS[:20], TOKENS[1:21]), *extra])
+        state, second = model.score(state, 1, 20, [Run(TOKENS[20:39], TOKENS[21:40])])
+        np.testing.assert_allclose(np.concatenate([first[0].logprobs, second[0].logprobs]), whole, atol=5e-5)
 
 
 @pytest.mark.parametrize("changes", [{}, {"architectures": ["MistralForCausalLM"], "sliding_window": 8}])

@@ -140,41 +140,19 @@ class Cache:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the tokens of a call go, and what each sees: the rows before `shared`, and its own run.
+    """Where the tokens of a call go, and which rows each sees.
 
     Attributes:
         slots_M: Slot of each token; a single one, or one token each of several.
         rows_M: Row of the slot each is written to.
-        first_M: Row where the token's run begins. A run follows the shared rows, whatever lies between.
-        shared: Rows that every run continues.
+        positions_M: Position of each token in its sequence.
+        visible_MT: Rows that each token sees, T up to the last row in use.
     """
 
     slots_M: Tensor
     rows_M: Tensor
-    first_M: Tensor
-    shared: int
-
-    @property
-    def positions_M(self) -> Tensor:
-        """Position of each token in its sequence."""
-        return self.rows_M - self.first_M + self.shared
-
-    def visible(self, sliding_window: int | None) -> Tensor:
-        """Which rows each token sees.
-
-        Args:
-            sliding_window: Positions a token sees back, itself included; None sees all.
-
-        Returns:
-            bool `[M, T]`, T up to the last row in use.
-        """
-        rows_T = torch.arange(int(self.rows_M.max()) + 1, device=self.rows_M.device)
-        first_M1, rows_M1 = self.first_M[:, None], self.rows_M[:, None]
-        visible_MT = (rows_T <= rows_M1) & ((rows_T < self.shared) | (rows_T >= first_M1))
-        if sliding_window:
-            positions_MT = torch.where(rows_T < self.shared, rows_T, rows_T - first_M1 + self.shared)
-            visible_MT &= self.positions_M[:, None] - positions_MT < sliding_window
-        return visible_MT
+    positions_M: Tensor
+    visible_MT: Tensor
 
 
 class Decoder:
@@ -219,14 +197,13 @@ class Decoder:
         config = self.config
         x_MD = self.embedding(tokens_M)
         cos_Mh, sin_Mh = self.cos_Th[place.positions_M][:, None], self.sin_Th[place.positions_M][:, None]
-        visible_MT = place.visible(config.sliding_window)
         for index, layer in enumerate(self.layers):
             inner_MD = rms_norm(x_MD, layer.input_norm, config.norm_eps)
             q_MHh = self._heads(layer.q(inner_MD), layer.q_norm, cos_Mh, sin_Mh)
             k_MKh = self._heads(layer.k(inner_MD), layer.k_norm, cos_Mh, sin_Mh)
             v_MKh = layer.v(inner_MD).unflatten(-1, (-1, config.head_dim))
             cache.write(index, place.slots_M, place.rows_M, k_MKh, v_MKh)
-            x_MD = x_MD + layer.o(attend(q_MHh, cache, index, place, visible_MT))
+            x_MD = x_MD + layer.o(attend(q_MHh, cache, index, place))
             inner_MD = rms_norm(x_MD, layer.mlp_norm, config.norm_eps)
             x_MD = x_MD + layer.down(F.silu(layer.gate(inner_MD)) * layer.up(inner_MD))
         return x_MD
@@ -269,21 +246,20 @@ def rotate(x_MHh: Tensor, cos_Mh: Tensor, sin_Mh: Tensor) -> Tensor:
     return (x_MHh.float() * cos_Mh + turned * sin_Mh).to(x_MHh.dtype)
 
 
-def attend(q_MHh: Tensor, cache: Cache, layer: int, place: Place, visible_MT: Tensor) -> Tensor:
+def attend(q_MHh: Tensor, cache: Cache, layer: int, place: Place) -> Tensor:
     """Grouped-query attention of each token on its slot's cache.
 
     Args:
         q_MHh: Queries.
         cache: Keys and values.
         layer: Which layer's.
-        place: Slot of each query.
-        visible_MT: Which rows each query sees.
+        place: Slot of each query, and which rows it sees.
 
     Returns:
         `[M, H * h]`.
     """
     num_tokens, num_heads, head_dim = q_MHh.shape
-    slots_M = place.slots_M
+    slots_M, visible_MT = place.slots_M, place.visible_MT
     if num_tokens > 1 and bool((slots_M == slots_M[0]).all()):  # tokens of one slot share its keys
         q_BHMh, mask = q_MHh.transpose(0, 1)[None], visible_MT[None, None]
         slots_M = slots_M[:1]
