@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from llmq.commands.bench import bench
 from llmq.commands.convert import convert
 from llmq.commands.doctor import doctor
 from llmq.commands.eval import evaluate
@@ -39,6 +40,7 @@ app = typer.Typer(
 for command in (convert, generate, inspect, report, doctor):
     app.command()(command)
 app.command("eval")(evaluate)
+app.add_typer(bench, name="bench")
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,0 +1,1 @@
+"""The HTTP server: OpenAI's protocol in front of the engine."""
