@@ -1,38 +1,18 @@
-"""Slots behind `base.InferenceModel`: runs cut into chunks, a few compiled shapes for all lengths."""
+"""Slots behind `base.InferenceModel`: a few compiled shapes for all lengths and all requests."""
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import numpy as np
 
-from llmq.backends.base import Caps, ComputeType, ModelOptions, Scores, State
+from llmq.backends.base import Caps, ComputeType, ModelOptions, Run, Scores, State
+from llmq.backends.tpu.cache import empty_cache
 from llmq.backends.tpu.device import Device
 from llmq.backends.tpu.load import ACCELERATOR_LAYOUTS, CPU_LAYOUTS, load_params
-from llmq.backends.tpu.model import Place, Wanted, empty_cache, forward
+from llmq.backends.tpu.model import forward, logits, scores
+from llmq.backends.tpu.rows import Rows, chunks, place_runs
 from llmq.checkpoint.loader import ModelWeights
 from llmq.errors import BackendError
-
-#: Lengths a run is cut into, each compiled once.
-CHUNK_SIZES = (16, 64, 256, 1024)
-
-
-def chunks(num_tokens: int) -> Iterator[tuple[int, int]]:
-    """Cut a run into chunks.
-
-    A chunk is padded only when that at most doubles its tokens, or it is of the smallest size.
-
-    Args:
-        num_tokens: Length of the run.
-
-    Yields:
-        Pairs of a chunk's size and its tokens; these add up to `num_tokens`.
-    """
-    while num_tokens > 0:
-        size = next((size for size in CHUNK_SIZES if num_tokens <= size <= 2 * num_tokens), None)
-        size = size or max((size for size in CHUNK_SIZES if size <= num_tokens), default=CHUNK_SIZES[0])
-        yield size, min(size, num_tokens)
-        num_tokens -= size
 
 
 class JaxModel:
@@ -64,6 +44,7 @@ class JaxModel:
             kv_dtype="int8" if options.kv_int8 else dtype,
             num_slots=options.num_slots,
             max_len=options.max_len,
+            chunk_size=64 if on_cpu else 256,
             vocab_size=weights.config.vocab_size,
             kernels=kernels,
         )
@@ -77,59 +58,33 @@ class JaxModel:
         self, state: State, slot: int, tokens: np.ndarray, start: int, *, want_logits: bool = False
     ) -> tuple[State, np.ndarray | None]:
         """See `base.InferenceModel.extend`."""
-        run = _Rows(tokens, start + np.arange(len(tokens)))
-        state, parts = self._run_chunks(state, slot, run, 0, "logits" if want_logits else "cache")
+        parts = []
+        for chunk, count in chunks([Rows.of_run(Run(tokens), start)]):
+            state, x_BND = self._write(state, slot, start, chunk)
+            if want_logits:
+                parts.append(np.asarray(logits(self.caps.dtype, self._params, x_BND))[0, :count])
         return state, np.concatenate(parts) if want_logits else None
 
-    def decode(self, state: State, tokens: np.ndarray, positions: np.ndarray) -> tuple[State, np.ndarray]:
-        """See `base.InferenceModel.decode`."""
-        state, logits = self._run(state, 0, _Rows(tokens[:, None], positions[:, None]), 0, "logits")
-        return state, np.asarray(logits)[:, 0]
-
-    def score(
-        self, state: State, slot: int, shared: int, runs: Sequence[np.ndarray], targets: Sequence[np.ndarray]
-    ) -> tuple[State, list[Scores]]:
+    def score(self, state: State, slot: int, shared: int, runs: Sequence[Run]) -> tuple[State, list[Scores | None]]:
         """See `base.InferenceModel.score`."""
-        lengths = [len(run) for run in runs]
-        ends = np.cumsum(lengths)
-        first = np.repeat(shared + ends - lengths, lengths)
-        rows = _Rows(np.concatenate(runs), shared + np.arange(ends[-1]), first, np.concatenate(targets))
-        state, parts = self._run_chunks(state, slot, rows, shared, "scores")
-        logprobs, greedy = (np.concatenate(column) for column in zip(*parts, strict=True))
-        cut = ends[:-1]
-        split = zip(np.split(logprobs, cut), np.split(greedy, cut), strict=True)
-        return state, [Scores(*part) for part in split]
+        placed = place_runs(runs, shared)
+        # The head is as large as several layers: runs without targets go first, and without it.
+        unscored = [rows for rows, run in zip(placed, runs, strict=True) if run.targets is None]
+        scored = [rows for rows, run in zip(placed, runs, strict=True) if run.targets is not None]
+        parts = []
+        for chunk, _ in chunks(unscored):
+            state, _ = self._write(state, slot, shared, chunk)
+        for chunk, count in chunks(scored):
+            state, x_BND = self._write(state, slot, shared, chunk)
+            out = scores(self.caps.dtype, self._params, x_BND, chunk.target_N[None])
+            parts.append([np.asarray(score_BN)[0, :count] for score_BN in out])
+        logprobs, is_greedy = (np.concatenate(column) for column in zip(*parts, strict=True)) if parts else ([], [])
+        ends = np.cumsum([len(rows.token_N) for rows in scored])[:-1]
+        of_run = zip(np.split(logprobs, ends), np.split(is_greedy, ends), strict=True)
+        return state, [None if run.targets is None else Scores(*next(of_run)) for run in runs]
 
-    def _run_chunks(
-        self, state: State, slot: int, rows: "_Rows", shared: int, wanted: Wanted
-    ) -> tuple[State, list[Any]]:
-        """Run tokens of one slot through the chunk sizes, and cut the padding off what comes back."""
-        parts, done = [], 0
-        for size, count in chunks(len(rows.tokens)):
-            state, out = self._run(state, slot, rows.chunk(done, count, size), shared, wanted)
-            parts.append(jax.tree.map(lambda array, count=count: np.asarray(array)[0, :count], out))
-            done += count
-        return state, parts
-
-    def _run(self, state: State, slot: int, rows: "_Rows", shared: int, wanted: Wanted) -> tuple[State, Any]:
-        assert rows.rows.max() < self.caps.max_len, "tokens must be within their slot"
-        place = Place(np.int32(slot), rows.rows, rows.first, np.int32(shared))
+    def _write(self, state: State, slot: int, shared: int, chunk: Rows) -> tuple[State, jax.Array]:
+        assert chunk.row_N.max() < self.caps.max_len, "tokens must be within their slot"
         return forward(
-            self._config, self.caps.dtype, self._params, state, rows.tokens, place, rows.targets, wanted=wanted
+            self._config, self.caps.dtype, self._params, state, chunk.token_N[None], chunk.place(slot, shared)
         )
-
-
-class _Rows:
-    """Tokens, the rows they go to, where their runs begin and what to score; int32 of one shape."""
-
-    def __init__(self, tokens: np.ndarray, rows: np.ndarray, first: Any = 0, targets: Any = 0) -> None:
-        arrays = (np.broadcast_to(np.asarray(array, np.int32), rows.shape) for array in (tokens, rows, first, targets))
-        self.tokens, self.rows, self.first, self.targets = arrays
-
-    def chunk(self, start: int, count: int, size: int) -> "_Rows":
-        """Some of them as a batch of one, padded to `size`."""
-
-        def cut(array: np.ndarray, padding: int) -> np.ndarray:
-            return np.pad(array[start : start + count], (0, size - count), constant_values=padding)[None]
-
-        return _Rows(cut(self.tokens, 0), cut(self.rows, -1), cut(self.first, 0), cut(self.targets, 0))

@@ -14,9 +14,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from llmq.backends.tpu.cache import BLOCK
 from llmq.backends.tpu.device import Device
 from llmq.backends.tpu.linear import DenseLinear, EinsumLinear, Linear, QuantizedLinear, ScanLinear
-from llmq.backends.tpu.model import BLOCK, Layer, Params
+from llmq.backends.tpu.model import Layer, Params
 from llmq.backends.tpu.table import DenseTable, EinsumTable, QuantizedTable, ScanTable, Table
 from llmq.checkpoint.loader import ModelWeights
 from llmq.model.names import EMBEDDING, FINAL_NORM, LM_HEAD, layer_prefix

@@ -1,6 +1,7 @@
-"""The decoder, read from top to bottom: tokens in, cache updated, logits out.
+"""The decoder, read from top to bottom: tokens in, cache updated, then the head.
 
-One function serves prefill, decode and scoring. A batch is B consecutive slots of N tokens each;
+One function serves prefill, decode and scoring; the heads are functions of their own, so that what is
+asked of a token does not change how it is computed. A batch is B consecutive slots of N tokens each;
 prefill has one slot and many tokens, decode all slots and one token. A token at row -1 is padding: it
 is not written to the cache, and what is computed for it means nothing.
 
@@ -11,23 +12,19 @@ Shape letters: B slots of the batch, N tokens of each, D hidden, K kv heads, R q
 h head size, L layers, S slots, T positions of a slot, t positions of a block, V vocabulary.
 """
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.tree_util import register_dataclass
 
+from llmq.backends.tpu.cache import BLOCK, Cache, Place, write
 from llmq.backends.tpu.linear import Leaf, Linear
 from llmq.backends.tpu.table import Table
 from llmq.model.config import ModelConfig
-from llmq.quant import quantize_vectors
-
-#: Positions that attention reads at a time; the cache is a whole number of blocks long. A block
-#: beyond a row's position changes none of its bits, so rows of any lengths share one loop.
-BLOCK = 128
 
 #: Below every score, and finite: a row that has seen nothing yet must not become NaN.
 LOWEST = -1e30
@@ -71,86 +68,28 @@ class Params:
     cos_Th: Leaf
     sin_Th: Leaf
 
-
-@register_dataclass
-@dataclass(frozen=True)
-class Cache:
-    """Keys, after rotation, and values of every row, in the compute type or as int8 codes.
-
-    Attributes:
-        k_LSTKh, v_LSTKh: What is stored.
-        k_scale_LSTK, v_scale_LSTK: float32 scales of codes; None without.
-    """
-
-    k_LSTKh: Leaf
-    v_LSTKh: Leaf
-    k_scale_LSTK: Leaf | None = None
-    v_scale_LSTK: Leaf | None = None
+    def project(self, x_MD: jax.Array) -> jax.Array:
+        """Logits, float32 `[M, V]`."""
+        return (self.head or self.embedding).project(x_MD)
 
 
-@register_dataclass
-@dataclass(frozen=True)
-class Place:
-    """Where the tokens of a batch go, and what each sees: the rows before `shared`, and its own run.
-
-    Attributes:
-        slot: The first slot of the batch, a scalar.
-        row_BN: Row of its slot that each token is written to, -1 for padding.
-        first_BN: Row where the token's run begins. A run follows the shared rows, whatever lies between.
-        shared: Rows that every run continues, a scalar.
-    """
-
-    slot: Leaf
-    row_BN: Leaf
-    first_BN: Leaf
-    shared: Leaf
-
-    def position(self, row: jax.Array) -> jax.Array:
-        """Position in the sequence of a row that a token sees.
-
-        Args:
-            row: `[B, N]` the tokens' own rows, or `[B, N, t]` rows of each.
-
-        Returns:
-            The same shape.
-        """
-        first = self.first_BN if row.ndim == 2 else self.first_BN[:, :, None]
-        return jnp.where(row < self.shared, row, row - first + self.shared)
-
-
-def empty_cache(config: ModelConfig, num_slots: int, max_len: int, dtype: jax.typing.DTypeLike) -> Cache:
-    """A cache of zeros.
+def precision(dtype: str) -> AbstractContextManager[None]:
+    """Within it products are of full precision; accelerators multiply float32 in bfloat16 passes otherwise.
 
     Args:
-        config: The model.
-        num_slots: S.
-        max_len: Positions of a slot, rounded up to whole blocks.
-        dtype: Type of what is stored.
+        dtype: Compute type.
 
     Returns:
-        The cache.
+        The context.
     """
-    num_positions = -(-max_len // BLOCK) * BLOCK
-    shape = (config.num_layers, num_slots, num_positions, config.num_kv_heads, config.head_dim)
-    stored = [jnp.zeros(shape, dtype) for _ in range(2)]
-    return Cache(*stored, *(jnp.zeros(shape[:-1]) for _ in range(2) if dtype == "int8"))
+    return jax.default_matmul_precision("highest" if dtype == "float32" else "default")
 
 
-Wanted = Literal["cache", "logits", "scores"]
-
-
-@partial(jax.jit, static_argnames=("config", "dtype", "wanted"), donate_argnames="cache")
+@partial(jax.jit, static_argnames=("config", "dtype"), donate_argnames="cache")
 def forward(
-    config: ModelConfig,
-    dtype: str,
-    params: Params,
-    cache: Cache,
-    token_BN: Leaf,
-    place: Place,
-    target_BN: Leaf,
-    wanted: Wanted,
-) -> tuple[Cache, jax.Array | tuple[jax.Array, jax.Array] | None]:
-    """Write tokens into the cache and predict what follows each.
+    config: ModelConfig, dtype: str, params: Params, cache: Cache, token_BN: Leaf, place: Place
+) -> tuple[Cache, jax.Array]:
+    """Write tokens into the cache, and find what the head needs to predict their successors.
 
     Args:
         config: The model.
@@ -159,15 +98,11 @@ def forward(
         cache: Donated.
         token_BN: int32 `[B, N]`.
         place: Where they go, and what they see.
-        target_BN: int32 `[B, N]`, what to score as the successor of each.
-        wanted: Beside the cache: nothing, logits, or scores of the targets.
 
     Returns:
-        The cache, and either None, float32 `[B, N, V]` logits, or `[B, N]` log-probabilities of the
-        targets with whether each was the most likely token.
+        The cache, and `[B, N, D]` for the head.
     """
-    # Otherwise accelerators multiply float32 in bfloat16 passes.
-    with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
+    with precision(dtype):
         position_BN = jnp.maximum(place.position(place.row_BN), 0)
         rotation = (params.cos_Th[position_BN], params.sin_Th[position_BN])
         x_BND = params.embedding.lookup(token_BN, dtype)
@@ -185,30 +120,53 @@ def forward(
             indices = jnp.arange(first, first + num_layers)
             (x_BND, cache), _ = lax.scan(step, (x_BND, cache), (indices, segment))
             first += num_layers
-        if wanted == "cache":
-            return cache, None
-        x_MD = _norm(x_BND, params.final_norm_D, config.norm_eps).reshape(-1, x_BND.shape[-1])
-        head = params.head or params.embedding
-        if wanted == "logits":
-            return cache, head.project(x_MD).reshape(*token_BN.shape, -1)
-        scores = _score(head, x_MD, target_BN.reshape(-1))
-        return cache, jax.tree.map(lambda score_M: score_M.reshape(token_BN.shape), scores)
+        return cache, _norm(x_BND, params.final_norm_D, config.norm_eps)
+
+
+@partial(jax.jit, static_argnames="dtype")
+def logits(dtype: str, params: Params, x_BND: jax.Array) -> jax.Array:
+    """The head.
+
+    Args:
+        dtype: Compute type.
+        params: The weights.
+        x_BND: From `forward`.
+
+    Returns:
+        float32 `[B, N, V]`.
+    """
+    with precision(dtype):
+        return params.project(x_BND.reshape(-1, x_BND.shape[-1])).reshape(*x_BND.shape[:2], -1)
 
 
 #: Rows of logits held at once while scoring.
 HEAD_ROWS = 256
 
 
-def _score(head: Table, x_MD: jax.Array, target_M: jax.Array) -> tuple[jax.Array, jax.Array]:
-    def score(block: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        x, target = block
-        logits = head.project(x)
-        chosen = jnp.take_along_axis(logits, target[:, None], axis=-1)[:, 0]
-        return chosen - jax.nn.logsumexp(logits, axis=-1), jnp.argmax(logits, axis=-1) == target
+@partial(jax.jit, static_argnames="dtype")
+def scores(dtype: str, params: Params, x_BND: jax.Array, target_BN: Leaf) -> tuple[jax.Array, jax.Array]:
+    """How likely targets are.
 
-    num_blocks = max(1, len(x_MD) // HEAD_ROWS)
-    blocks = (x_MD.reshape(num_blocks, -1, x_MD.shape[-1]), target_M.reshape(num_blocks, -1))
-    return jax.tree.map(lambda score_Bm: score_Bm.reshape(-1), lax.map(score, blocks))
+    Args:
+        dtype: Compute type.
+        params: The weights.
+        x_BND: From `forward`.
+        target_BN: int32 `[B, N]`.
+
+    Returns:
+        Log-probabilities, float32 `[B, N]`, and whether each target is the most likely token, bool `[B, N]`.
+    """
+
+    def score(block: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        x_MD, target_M = block
+        logits_MV = params.project(x_MD)
+        chosen_M = jnp.take_along_axis(logits_MV, target_M[:, None], axis=-1)[:, 0]
+        return chosen_M - jax.nn.logsumexp(logits_MV, axis=-1), jnp.argmax(logits_MV, axis=-1) == target_M
+
+    with precision(dtype):
+        num_blocks = max(1, target_BN.size // HEAD_ROWS)
+        blocks = (x_BND.reshape(num_blocks, -1, x_BND.shape[-1]), target_BN.reshape(num_blocks, -1))
+        return jax.tree.map(lambda score_Xm: score_Xm.reshape(target_BN.shape), lax.map(score, blocks))
 
 
 Rotation = tuple[jax.Array, jax.Array]  # cos and sin of each token, `[B, N, h / 2]`
@@ -248,30 +206,10 @@ def _attention(
 
     q_BNHh = _rotate(heads(layer.q, layer.q_norm_h), rotation)
     k_BNKh = _rotate(heads(layer.k, layer.k_norm_h), rotation)
-    cache = _write(cache, index, place, k_BNKh, heads(layer.v, None))
+    cache = write(cache, index, place, k_BNKh, heads(layer.v, None))
     q_BNKRh = q_BNHh.reshape(*k_BNKh.shape[:3], -1, config.head_dim)
     attended_BNKRh = _attend(q_BNKRh, cache, index, place, config.sliding_window)
     return _apply(layer.o, attended_BNKRh.reshape(*x_BND.shape[:2], -1)), cache
-
-
-def _write(cache: Cache, index: jax.Array, place: Place, k_BNKh: jax.Array, v_BNKh: jax.Array) -> Cache:
-    num_rows = cache.k_LSTKh.shape[2]
-    # Padding goes to a row past the end, which drops it.
-    at_BN = jnp.where(place.row_BN < 0, num_rows, place.row_BN)
-    slot_B1 = place.slot + jnp.arange(at_BN.shape[0])[:, None]
-
-    def write(stored: Leaf, new: jax.Array) -> jax.Array:
-        return stored.at[index, slot_B1, at_BN].set(new, mode="drop")
-
-    if cache.k_scale_LSTK is None:
-        return Cache(write(cache.k_LSTKh, k_BNKh), write(cache.v_LSTKh, v_BNKh))
-    (k, k_scale), (v, v_scale) = quantize_vectors(k_BNKh), quantize_vectors(v_BNKh)
-    return Cache(
-        write(cache.k_LSTKh, k),
-        write(cache.v_LSTKh, v),
-        write(cache.k_scale_LSTK, k_scale),
-        write(cache.v_scale_LSTK, v_scale),
-    )
 
 
 def _attend(q_BNKRh: jax.Array, cache: Cache, index: jax.Array, place: Place, window: int | None) -> jax.Array:
@@ -282,7 +220,6 @@ def _attend(q_BNKRh: jax.Array, cache: Cache, index: jax.Array, place: Place, wi
     """
     num_slots, num_tokens, num_kv_heads, num_repeats, head_dim = q_BNKRh.shape
     q_BNKRh = q_BNKRh * jnp.asarray(head_dim**-0.5, q_BNKRh.dtype)
-    row_BN1, first_BN1 = place.row_BN[:, :, None], place.first_BN[:, :, None]
     position_BN1 = place.position(place.row_BN)[:, :, None]
 
     def read(stored: Leaf, start: jax.Array) -> jax.Array:
@@ -300,7 +237,7 @@ def _attend(q_BNKRh: jax.Array, cache: Cache, index: jax.Array, place: Place, wi
         start = block * BLOCK
         k_BtKh, v_BtKh = (read(stored, start).astype(q_BNKRh.dtype) for stored in (cache.k_LSTKh, cache.v_LSTKh))
         seen_t = start + jnp.arange(BLOCK)
-        visible_BNt = (seen_t <= row_BN1) & ((seen_t < place.shared) | (seen_t >= first_BN1))
+        visible_BNt = place.visible(seen_t)
         if window is not None:
             seen_BNt = jnp.broadcast_to(seen_t, (*place.row_BN.shape, BLOCK))
             visible_BNt &= position_BN1 - place.position(seen_BNt) < window
