@@ -8,21 +8,19 @@ writes it or not; a BOS that is already there is not doubled.
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
-from datetime import datetime
-from functools import cached_property
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
-import jinja2
 import tokenizers
-from jinja2 import nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from llmq.errors import CheckpointError, ConfigError
+from llmq.model.chat import ChatTemplate
 from llmq.model.config import ModelConfig
+from llmq.model.spelled import Hidden, replaced
+from llmq.model.stream import TextStream
 
 #: Tokens that end a turn in the chat templates of known families.
 END_OF_TURN = (
@@ -39,8 +37,8 @@ END_OF_TURN = (
 #: Fields of ``generation_config.json`` that are defaults of a request.
 SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
-#: What a decoder writes for bytes that are not, or not yet, a character.
-_REPLACEMENT = "\ufffd"
+#: A token of a single byte in vocabularies with byte fallback.
+_BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 
 
 class Tokenizer:
@@ -48,7 +46,7 @@ class Tokenizer:
 
     Args:
         backend: The library's tokenizer.
-        special_tokens: Name -> text, for the chat template.
+        special_tokens: As the attribute.
         bos_token_id: As the attribute.
         adds_bos: As the attribute.
         eos_token_ids: As the attribute.
@@ -56,6 +54,7 @@ class Tokenizer:
         generation_defaults: As the attribute.
 
     Attributes:
+        special_tokens: Name -> text, as in ``bos_token``.
         bos_token_id: Beginning-of-sequence token; None where there is none.
         adds_bos: Whether prompts begin with it.
         eos_token_ids: Every token that ends a text or a turn.
@@ -76,13 +75,21 @@ class Tokenizer:
         generation_defaults: Mapping[str, float],
     ) -> None:
         self._backend = backend
-        self._special_tokens = special_tokens
+        self.special_tokens = special_tokens
         self.bos_token_id = bos_token_id
         self.adds_bos = adds_bos
         self.eos_token_ids = eos_token_ids
         self.vocab_size = backend.get_vocab_size()
         self.chat_template = chat_template
+        self._template = None if chat_template is None else ChatTemplate(chat_template, special_tokens)
         self.generation_defaults = generation_defaults
+        added = backend.get_added_tokens_decoder()
+        self._added_ids = frozenset(added)
+        # Longest first: where one token's name begins with another's, the whole name is meant.
+        special = sorted((item for item in added.items() if item[1].special), key=lambda item: -len(item[1].content))
+        self._special = {token.content: i for i, token in special}
+        self._special_ids = frozenset(self._special.values())
+        self._is_byte_level = "ByteLevel" in str(backend.decoder)
 
     @classmethod
     def from_files(cls, files: Mapping[str, bytes], config: ModelConfig) -> "Tokenizer":
@@ -144,20 +151,26 @@ class Tokenizer:
         Raises:
             ConfigError: The text holds half of a surrogate pair, which no encoding can express.
         """
-        try:
-            ids = self._backend.encode(text, add_special_tokens=False).ids
-        except TypeError as err:
-            raise ConfigError("prompt: holds half of a surrogate pair, which is not text; send valid Unicode.") from err
-        if self.adds_bos and self.bos_token_id is not None and ids[:1] != [self.bos_token_id]:
-            return [self.bos_token_id, *ids]
-        return ids
+        return self._with_bos(_encode(self._backend, text))
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> list[int]:
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_options: Mapping[str, Any] = MappingProxyType({}),
+    ) -> list[int]:
         """The ids of a conversation, as `render_chat` writes it.
+
+        Only the template writes special tokens: one that is spelled out inside a message or a tool is
+        the text it looks like.
 
         Args:
             messages: Each with ``role`` and ``content``.
             add_generation_prompt: End with the opening of the assistant's turn.
+            tools: Functions the model may call, as OpenAI describes them.
+            template_options: Further variables of the template, as ``enable_thinking``.
 
         Returns:
             Ids, with exactly one BOS in front when the template or the tokenizer has one.
@@ -165,14 +178,32 @@ class Tokenizer:
         Raises:
             ConfigError: As for `render_chat`.
         """
-        return self.encode(self.render_chat(messages, add_generation_prompt))
+        hidden = Hidden({"messages": messages, "tools": tools}, list(self._special))
+        if not hidden.spelled:
+            return self.encode(self.render_chat(messages, add_generation_prompt, tools, template_options))
+        given, spelled = hidden.stand_ins()
+        text = self.render_chat(given["messages"], add_generation_prompt, given["tools"], template_options)
+        mark = hidden.mark()
+        marked = {token: f"{mark}{i}{mark}" for token, i in self._special.items()}
+        text = replaced(replaced(text, marked), spelled)
+        backend = self._marked(mark)
+        back = {backend.token_to_id(name): self._special[token] for token, name in marked.items()}
+        return self._with_bos([back.get(token, token) for token in _encode(backend, text)])
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_options: Mapping[str, Any] = MappingProxyType({}),
+    ) -> str:
         """The text of a conversation. A special token written inside a message stays one.
 
         Args:
             messages: Each with ``role`` and ``content``.
             add_generation_prompt: End with the opening of the assistant's turn.
+            tools: Functions the model may call.
+            template_options: Further variables of the template.
 
         Returns:
             What the model's chat template makes of them.
@@ -180,27 +211,61 @@ class Tokenizer:
         Raises:
             ConfigError: There is no template, or it refuses the messages.
         """
-        try:
-            return self._template.render(
-                messages=messages,
-                tools=None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
-            )
-        except ConfigError:
-            raise
-        except Exception as err:  # a template is a foreign program: it can fail in any way
-            raise ConfigError(f"messages: the model's chat template refuses them ({_reason(err)}).") from err
-
-    @cached_property
-    def _template(self) -> jinja2.Template:
-        if self.chat_template is None:
+        if self._template is None:
             raise ConfigError("messages: the model has no chat template; send a plain prompt, or serve a chat model.")
-        try:
-            return _environment().from_string(self.chat_template)
-        except jinja2.TemplateError as err:
-            raise ConfigError(f"messages: the model's chat template is not valid Jinja ({_reason(err)}).") from err
+        return self._template.render(
+            messages, add_generation_prompt=add_generation_prompt, tools=tools, options=template_options
+        )
+
+    def _with_bos(self, ids: list[int]) -> list[int]:
+        if self.adds_bos and self.bos_token_id is not None and ids[:1] != [self.bos_token_id]:
+            return [self.bos_token_id, *ids]
+        return ids
+
+    @lru_cache(maxsize=4)  # noqa: B019 - a tokenizer lives as long as the process
+    def _marked(self, mark: str) -> tokenizers.Tokenizer:
+        """The tokenizer whose special tokens are called ``<mark><id><mark>``; their ids are its own."""
+        contents = json.loads(self._backend.to_str())
+        contents["post_processor"] = None
+        for token in contents["added_tokens"]:
+            if token["special"]:
+                token["content"] = f"{mark}{token['id']}{mark}"
+        return tokenizers.Tokenizer.from_str(json.dumps(contents))
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether a token is a control token, which `decode` leaves out.
+
+        Args:
+            token_id: Its id.
+
+        Returns:
+            True for one that the tokenizer's files call special.
+        """
+        return token_id in self._special_ids
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token stands for, wherever it is: a character's bytes may be spread over tokens.
+
+        Args:
+            token_id: Its id.
+
+        Returns:
+            Bytes; those of its name for a special token, none for an id that has no token.
+        """
+        token = self._backend.id_to_token(token_id)
+        if token is None:
+            return b""
+        if token_id in self._added_ids:
+            return token.encode()
+        if self._is_byte_level:
+            return bytes(_BYTE_OF.get(character, ord("?")) for character in token)
+        if _BYTE_TOKEN.fullmatch(token):
+            return bytes([int(token[3:5], 16)])
+        return token.replace("\u2581", " ").encode()
+
+    def backend_json(self) -> str:
+        """The contents of a ``tokenizer.json``."""
+        return self._backend.to_str()
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, without special tokens.
@@ -213,7 +278,7 @@ class Tokenizer:
         """
         return self._backend.decode(list(ids), skip_special_tokens=True)
 
-    def stream(self, prompt: Sequence[int] = ()) -> "TextStream":
+    def stream(self, prompt: Sequence[int] = ()) -> TextStream:
         """Decode token by token.
 
         Args:
@@ -222,95 +287,28 @@ class Tokenizer:
         Returns:
             A stream for one sequence.
         """
-        return TextStream(self, prompt)
+        return TextStream(self.decode, prompt)
 
 
-class TextStream:
-    """Text that grows by one token at a time.
+def _encode(backend: tokenizers.Tokenizer, text: str) -> list[int]:
+    try:
+        return backend.encode(text, add_special_tokens=False).ids
+    except TypeError as err:
+        raise ConfigError("prompt: holds half of a surrogate pair, which is not text; send valid Unicode.") from err
 
-    The pieces, joined, are ``decode(prompt + ids)`` without ``decode(prompt)``. A piece never holds
-    U+FFFD for a character whose bytes are spread over tokens: those are kept back until it is whole.
 
-    Each step decodes a window: the tokens of the last piece, which fix how the next one starts, and
-    those not shown yet. ``tokenizers.DecodeStream`` works like this, but fails for good on invalid
-    bytes after a byte-fallback character.
+def _byte_alphabet() -> dict[str, int]:
+    """The character that byte-level vocabularies write for each byte.
 
-    Args:
-        tokenizer: Decodes.
-        prompt: What the tokens continue.
+    Source:
+        openai/gpt-2 ``src/encoder.py``, ``bytes_to_unicode``.
     """
-
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
-        self._decode = tokenizer.decode
-        self._window = list(prompt)
-        self._num_shown = len(self._window)
-        self._shown = self._decode(self._window).rstrip(_REPLACEMENT)
-
-    def push(self, token_id: int) -> str:
-        """Take the next token.
-
-        Args:
-            token_id: Its id.
-
-        Returns:
-            The text it completes, often one word; empty while a character is incomplete.
-        """
-        self._window.append(token_id)
-        text = self._unshown()
-        if not text or text.endswith(_REPLACEMENT):
-            return ""
-        self._window = self._window[self._num_shown :]
-        self._num_shown = len(self._window)
-        self._shown = self._decode(self._window)
-        return text
-
-    def finish(self) -> str:
-        """The text still kept back: a character that stayed incomplete, as U+FFFD."""
-        text = self._unshown()
-        self._window, self._num_shown, self._shown = [], 0, ""
-        return text
-
-    def _unshown(self) -> str:
-        text = self._decode(self._window)
-        if text.startswith(self._shown):
-            return text[len(self._shown) :]
-        return self._decode(self._window[self._num_shown :])  # invalid bytes spoiled the characters before them
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
-class _GenerationTag(Extension):
-    """Accepts ``{% generation %}``, which marks the assistant's text for training, and prints its body."""
-
-    tags = {"generation"}  # noqa: RUF012 - jinja2 does not declare it a ClassVar
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    """The environment chat templates are written for, as in transformers."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    del environment.globals["lipsum"]  # makes text without end
-    functions: dict[str, Any] = {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
-    environment.globals.update(functions)
-    return environment
-
-
-def _to_json(
-    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
-) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)
+_BYTE_OF = _byte_alphabet()
 
 
 def _reason(err: Exception) -> str:

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
-from llmq.checkpoint.gguf import GGUFCheckpoint
 from llmq.errors import CheckpointError, ConfigError
 from llmq.model.config import ModelConfig
 from llmq.model.tokenizer import Tokenizer
@@ -60,12 +58,6 @@ def make(backend: tokenizers.Tokenizer | None = None, files: dict[str, Any] | No
 
 def with_config(backend: tokenizers.Tokenizer | None = None, **settings: Any) -> Tokenizer:
     return make(backend, {"tokenizer_config.json": settings})
-
-
-@pytest.fixture(scope="module")
-def smollm2(smollm2_gguf: Path) -> Tokenizer:
-    checkpoint = GGUFCheckpoint(smollm2_gguf)
-    return Tokenizer.from_files(checkpoint.side_files(), ModelConfig.from_dict(checkpoint.config))
 
 
 class TestBOS:
@@ -132,8 +124,8 @@ class TestEndTokens:
         assert with_config(chat_template=CHAT + "<|eot_id|>").eos_token_ids == frozenset()
         assert with_config(byte_level(special=("<|eot_id|>",)), chat_template="<|eot_id|>").eos_token_ids == {256}
 
-    def test_smollm2(self, smollm2: Tokenizer) -> None:
-        assert smollm2.eos_token_ids == {2}
+    def test_smollm2(self, smollm2_tokenizer: Tokenizer) -> None:
+        assert smollm2_tokenizer.eos_token_ids == {2}
 
 
 class TestTemplate:
@@ -273,15 +265,15 @@ def fallback_ids(text: str | bytes) -> list[int]:
 class TestStream:
     @settings(deadline=None)
     @given(ids=st.lists(st.integers(0, 49151), max_size=60))
-    def test_pieces_join_to_the_whole_for_any_ids(self, ids: list[int], smollm2: Tokenizer) -> None:
-        assert "".join(stream(smollm2, ids)) == smollm2.decode(ids)
+    def test_pieces_join_to_the_whole_for_any_ids(self, ids: list[int], smollm2_tokenizer: Tokenizer) -> None:
+        assert "".join(stream(smollm2_tokenizer, ids)) == smollm2_tokenizer.decode(ids)
 
     @settings(deadline=None)
     @given(text=st.text(st.characters(exclude_categories=("Cc", "Cs", "Cn")), max_size=40))
     @example(text="👩‍👩‍👧‍👦 and 🇫🇷, 日本語 ½")
     @example(text=" leading")
-    def test_no_replacement_character_in_valid_text(self, text: str, smollm2: Tokenizer) -> None:
-        pieces = stream(smollm2, smollm2.encode(text))
+    def test_no_replacement_character_in_valid_text(self, text: str, smollm2_tokenizer: Tokenizer) -> None:
+        pieces = stream(smollm2_tokenizer, smollm2_tokenizer.encode(text))
         assert "".join(pieces) == text
         assert ("\ufffd" in text) is any("\ufffd" in piece for piece in pieces)
 
