@@ -121,5 +121,21 @@ def uniform(seed: int, choice: int, index: int) -> float:
     Returns:
         In [0, 1), exact in float32.
     """
-    bits = np.random.Philox(key=seed, counter=[index, choice, 0, 0]).random_raw()
-    return float(bits >> 40) * 2.0**-24
+    return uniforms(seed, choice, index, 1)[0]
+
+
+def uniforms(seed: int, choice: int, index: int, count: int) -> list[float]:
+    """The random numbers that choose a run of tokens, much cheaper than one at a time.
+
+    Args:
+        seed: Of the request.
+        choice: Which of its answers.
+        index: How many tokens of the answer come before the run.
+        count: How many tokens it has.
+
+    Returns:
+        `uniform` of each.
+    """
+    # The generator makes blocks of four words and counts them in the lowest part of its counter.
+    words = np.random.Philox(key=seed, counter=[index, choice, 0, 0]).random_raw(4 * count)[::4]
+    return ((words >> np.uint64(40)) * 2.0**-24).tolist()
