@@ -1,6 +1,6 @@
 """The plugin behind ``--backend tpu``. JAX is imported when it is first needed."""
 
-from llmq.backends.base import InferenceModel, ModelOptions, Probe
+from llmq.backends.base import InferenceModel, Memory, ModelOptions, Probe
 from llmq.backends.tpu.chips import has_tpu_chip
 from llmq.checkpoint.loader import ModelWeights
 
@@ -20,6 +20,12 @@ class TPUBackend:
     def has_accelerator(self) -> bool:
         """See `base.Backend.has_accelerator`."""
         return has_tpu_chip()
+
+    def memory(self, device: str | None) -> Memory:
+        """See `base.Backend.memory`."""
+        from llmq.backends.tpu.device import memory
+
+        return memory(device)
 
     def open_model(self, weights: ModelWeights, options: ModelOptions) -> InferenceModel:
         """See `base.Backend.open_model`."""

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.monitoring
 
-from llmq.backends.base import Probe
+from llmq.backends.base import Memory, Probe
 from llmq.backends.tpu.chips import has_tpu_chip
 from llmq.errors import BackendError
 
@@ -84,6 +85,54 @@ def open_device(name: str | None) -> Device:
         return jax.devices(platform)[0]
     except RuntimeError as err:
         raise BackendError(f"device={name or 'auto'!r}: not usable here: {reason}; use --device cpu.") from err
+
+
+def memory(name: str | None) -> Memory:
+    """How much a model may take.
+
+    Args:
+        name: As for `open_device`.
+
+    Returns:
+        Of that device; of the machine on the CPU.
+
+    Raises:
+        BackendError: There is no such device here.
+    """
+    device = open_device(name)
+    if device.platform == "cpu":
+        return _machine_memory()
+    stats = device.memory_stats()
+    return Memory(stats["bytes_limit"], stats["bytes_limit"] - stats["bytes_in_use"])
+
+
+def _machine_memory() -> Memory:
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    report = Path("/proc/meminfo")
+    if not report.exists():
+        return Memory(total, total)
+    sizes = dict(line.split(":") for line in report.read_text().splitlines())
+    return Memory(total, 1024 * int(sizes["MemAvailable"].split()[0]))
+
+
+_num_compiles = 0
+
+
+def _count(event: str, duration_secs: float, **kwargs: str | int) -> None:  # noqa: ARG001
+    global _num_compiles
+    _num_compiles += event == "/jax/core/compile/backend_compile_duration"
+
+
+jax.monitoring.register_event_duration_secs_listener(_count)
+
+
+def num_compiles() -> int:
+    """How many programs JAX compiled in this process, or found in its cache.
+
+    Returns:
+        All of them, those of single operations too.
+    """
+    return _num_compiles
 
 
 def probe() -> list[Probe]:

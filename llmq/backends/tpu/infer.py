@@ -1,22 +1,44 @@
 """Slots behind `base.InferenceModel`: a few compiled shapes for all lengths and all requests."""
 
 from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
-from llmq.backends.base import Caps, ComputeType, ModelOptions, Run, Scores, State
-from llmq.backends.tpu.cache import empty_cache
-from llmq.backends.tpu.device import Device
+from llmq.backends.base import Caps, ComputeType, ModelOptions, Run, Scores, SlotSampling, Stats, StepHandle, StepOut
+from llmq.backends.sampling import SlotRules
+from llmq.backends.tpu.cache import Cache, copy_slot, empty_cache
+from llmq.backends.tpu.device import Device, num_compiles
 from llmq.backends.tpu.load import ACCELERATOR_LAYOUTS, CPU_LAYOUTS, load_params
-from llmq.backends.tpu.model import forward, logits, scores
-from llmq.backends.tpu.rows import Rows, chunks, place_runs
+from llmq.backends.tpu.model import decode, forward, logits, scores
+from llmq.backends.tpu.rows import CHUNK_SIZES, Rows, chunks, place_runs
+from llmq.backends.tpu.slots import (
+    Slots,
+    empty_slots,
+    hand_over,
+    log_probabilities,
+    request,
+    take_likeliest,
+    take_sampled,
+)
 from llmq.checkpoint.loader import ModelWeights
 from llmq.errors import BackendError
+from llmq.model.config import ModelConfig
+
+
+class State(NamedTuple):
+    """What `JaxModel` passes on: arrays on the device, and what the host knows of the slots."""
+
+    cache: Cache
+    slots: Slots
+    host: SlotRules
 
 
 class JaxModel:
-    """See `base.InferenceModel`. The state is a `model.Cache`, donated at every call."""
+    """See `base.InferenceModel`."""
 
     def __init__(self, weights: ModelWeights, options: ModelOptions, device: Device) -> None:
         """Load a model.
@@ -49,10 +71,29 @@ class JaxModel:
             kernels=kernels,
         )
 
+        # On its device by name: arrays that JAX may move are other arguments to it, compiled once more.
+        self._init = jax.jit(partial(_empty, self._config, self.caps), out_shardings=SingleDeviceSharding(device))
+        weights_size = sum(leaf.on_device_size_in_bytes() for leaf in jax.tree.leaves(self._params))
+        state_size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(jax.eval_shape(self._init)))
+        self._num_bytes = weights_size + state_size
+        num_words = -(-self.caps.vocab_size // 32)
+        self._all_allowed = np.full((options.num_slots, num_words), 0xFFFFFFFF, np.uint32)
+
     def init_state(self) -> State:
         """See `base.InferenceModel.init_state`."""
-        with jax.default_device(self._device):
-            return empty_cache(self._config, self.caps.num_slots, self.caps.max_len, self.caps.kv_dtype)
+        return State(*self._init(), SlotRules(self.caps.num_slots))
+
+    def warmup(self, state: State) -> State:
+        """See `base.InferenceModel.warmup`."""
+        longest = min(self.caps.chunk_size, self.caps.max_len)
+        for size in CHUNK_SIZES:
+            state, _ = self.extend(state, 0, np.zeros(min(size, longest), np.int32), 0, want_logits=True)
+        state = self.copy_slot(state, 0, 0, 1)
+        idle, uniform = np.zeros(self.caps.num_slots, bool), np.zeros(self.caps.num_slots, np.float32)
+        for allowed in (None, self._all_allowed):
+            state, handle = self.decode(state, idle, uniform, allowed=allowed, want_logprobs=True)
+            self.fetch(handle)
+        return self.set_slot(state, 0, np.zeros(1, np.int32), SlotSampling())
 
     def extend(
         self, state: State, slot: int, tokens: np.ndarray, start: int, *, want_logits: bool = False
@@ -64,6 +105,55 @@ class JaxModel:
             if want_logits:
                 parts.append(np.asarray(logits(self.caps.dtype, self._params, x_BND))[0, :count])
         return state, np.concatenate(parts) if want_logits else None
+
+    def set_slot(self, state: State, slot: int, prompt: np.ndarray, sampling: SlotSampling) -> State:
+        """See `base.InferenceModel.set_slot`."""
+        state.host.set(slot, sampling)
+        new = request(prompt, sampling, self.caps.vocab_size)
+        return state._replace(slots=hand_over(state.slots, np.int32(slot), new))
+
+    def copy_slot(self, state: State, source: int, target: int, num_tokens: int) -> State:
+        """See `base.InferenceModel.copy_slot`."""
+        numbers = (np.int32(number) for number in (source, target, num_tokens))
+        return state._replace(cache=copy_slot(state.cache, *numbers))
+
+    def decode(
+        self,
+        state: State,
+        active: np.ndarray,
+        uniform: np.ndarray,
+        *,
+        allowed: np.ndarray | None = None,
+        want_logprobs: bool = False,
+    ) -> tuple[State, StepHandle]:
+        """See `base.InferenceModel.decode`."""
+        # Copies: JAX may read arguments after this returns, when they are the caller's again.
+        active_S, uniform_S = active.copy(), uniform.copy()
+        cache, (following, rules, seen), host = state
+        cache, logits_SV = decode(self._config, self.caps.dtype, self._params, cache, *following, active_S)
+        if allowed is None and host.all_greedy(active):
+            following, token_S = take_likeliest(following, logits_SV, active_S)
+        else:
+            allowed_SW = (self._all_allowed if allowed is None else allowed).view(np.int32).copy()
+            following, seen, token_S = take_sampled(following, rules, seen, logits_SV, active_S, uniform_S, allowed_SW)
+        report = log_probabilities(logits_SV, token_S) if want_logprobs else ()
+        handle = (token_S, *report)
+        for array in handle:
+            array.copy_to_host_async()
+        return State(cache, Slots(following, rules, seen), host), handle
+
+    def fetch(self, handle: StepHandle) -> StepOut:
+        """See `base.InferenceModel.fetch`."""
+        return StepOut(*(np.asarray(array) for array in handle))
+
+    def stats(self) -> Stats:
+        """See `base.InferenceModel.stats`. Other models of the process count as well."""
+        return Stats(num_compiles(), self._num_bytes)
+
+    def close(self) -> None:
+        """See `base.InferenceModel.close`."""
+        for leaf in jax.tree.leaves(self._params):
+            leaf.delete()
 
     def score(self, state: State, slot: int, shared: int, runs: Sequence[Run]) -> tuple[State, list[Scores | None]]:
         """See `base.InferenceModel.score`."""
@@ -85,6 +175,11 @@ class JaxModel:
 
     def _write(self, state: State, slot: int, shared: int, chunk: Rows) -> tuple[State, jax.Array]:
         assert chunk.row_N.max() < self.caps.max_len, "tokens must be within their slot"
-        return forward(
-            self._config, self.caps.dtype, self._params, state, chunk.token_N[None], chunk.place(slot, shared)
-        )
+        place = chunk.place(slot, shared)
+        cache, x_BND = forward(self._config, self.caps.dtype, self._params, state.cache, chunk.token_N[None], place)
+        return state._replace(cache=cache), x_BND
+
+
+def _empty(config: ModelConfig, caps: Caps) -> tuple[Cache, Slots]:
+    cache = empty_cache(config, caps.num_slots, caps.max_len, caps.kv_dtype)
+    return cache, empty_slots(caps.num_slots, caps.vocab_size)

@@ -143,6 +143,37 @@ def logits(dtype: str, params: Params, x_BND: jax.Array) -> jax.Array:
 HEAD_ROWS = 256
 
 
+@partial(jax.jit, static_argnames=("config", "dtype"), donate_argnames="cache")
+def decode(
+    config: ModelConfig,
+    dtype: str,
+    params: Params,
+    cache: Cache,
+    token_S: Leaf,
+    position_S: Leaf,
+    active_S: Leaf,
+) -> tuple[Cache, jax.Array]:
+    """Write a token into every active slot, and predict its successor.
+
+    Args:
+        config: The model.
+        dtype: Compute type.
+        params: Its weights.
+        cache: Donated.
+        token_S: int32.
+        position_S: int32, where each goes.
+        active_S: bool; the others are not written.
+
+    Returns:
+        The cache, and float32 `[S, V]` logits.
+    """
+    row_S1 = jnp.where(active_S, position_S, -1)[:, None]
+    none_S1 = jnp.zeros_like(row_S1)
+    place = Place(jnp.int32(0), row_S1, none_S1, none_S1, none_S1, jnp.int32(0))
+    cache, x_S1D = forward(config, dtype, params, cache, token_S[:, None], place)
+    return cache, logits(dtype, params, x_S1D)[:, 0]
+
+
 @partial(jax.jit, static_argnames="dtype")
 def scores(dtype: str, params: Params, x_BND: jax.Array, target_BN: Leaf) -> tuple[jax.Array, jax.Array]:
     """How likely targets are.
