@@ -21,8 +21,10 @@ if TYPE_CHECKING:
 #: Longer sources are refused.
 MAX_CHARACTERS = 1 << 16
 
-#: Limits of llguidance, at its measured speeds: 10 ms to build the lexer, 15 ms for a mask.
-_LIMITS = {"initial_lexer_fuel": 500_000, "step_lexer_fuel": 200_000, "max_grammar_size": 100_000}
+#: Limits of llguidance; of its work, at the speeds it states, 10 ms to build the lexer and 15 ms for a mask.
+_INITIAL_FUEL = 500_000
+_STEP_FUEL = 200_000
+_MAX_SYMBOLS = 100_000
 
 
 class Matcher:
@@ -93,7 +95,12 @@ def compile_grammar(tokenizer: Tokenizer, grammar: Grammar) -> Matcher:
     except ImportError as err:
         raise ConfigError("grammar: needs llguidance, which is not installed; pip install 'llmq[serve]'.") from err
     source = _llguidance_source(grammar)
-    limits = LLParserLimits(verbose_errors=False, **_LIMITS)
+    limits = LLParserLimits(
+        initial_lexer_fuel=_INITIAL_FUEL,
+        step_lexer_fuel=_STEP_FUEL,
+        max_grammar_size=_MAX_SYMBOLS,
+        verbose_errors=False,
+    )
     backend = LLMatcher(_llguidance_tokenizer(tokenizer), source, log_level=0, limits=limits)
     if not backend.is_error():
         backend.compute_bitmask()  # the first mask builds most of the lexer, and may exceed a limit

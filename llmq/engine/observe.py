@@ -55,9 +55,7 @@ class RequestDone:
 class Observer(Protocol):
     """Is told about requests, on the engine's thread: it must be quick and must not raise."""
 
-    def prompt_done(
-        self, prompt_tokens: int, cached_tokens: int, queue_seconds: float, prefill_seconds: float
-    ) -> None:
+    def prompt_done(self, prompt_tokens: int, cached_tokens: int, queue_seconds: float, prefill_seconds: float) -> None:
         """A prompt has been evaluated.
 
         Args:
