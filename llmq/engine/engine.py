@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from llmq.backends.base import InferenceModel, State, StepHandle, StepOut
+from llmq.backends.base import InferenceModel, State, StepHandle
 from llmq.engine.answer import Answer
 from llmq.engine.check import check_request
 from llmq.engine.grammar import Matcher
-from llmq.engine.logprobs import token_logprobs
+from llmq.engine.logprobs import is_usable, step_logprobs, token_logprobs
 from llmq.engine.observe import EngineStatus, Observer, RequestDone, silent
 from llmq.engine.request import Delta, Event, FinishReason, PromptDone, Request, TokenLogprobs
 from llmq.engine.sampling import resolve_seed
@@ -49,7 +49,7 @@ class _Task:
     job: Job
     matcher: Matcher | None
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
-    is_finite: bool = True
+    is_usable: bool = True
     answers: list[Answer] = field(default_factory=list)
     first_token: float | None = None
 
@@ -223,8 +223,8 @@ class Engine:
         )
         if num_top is not None:
             assert logits is not None
-            task.is_finite &= bool(np.isfinite(logits).all())
-            if task.is_finite:
+            task.is_usable &= is_usable(logits)
+            if task.is_usable:
                 task.prompt_logprobs += token_logprobs(logits, prompt[start + 1 : end + 1], num_top)
         self._scheduler.wrote(end)
         if self._scheduler.prefilling is None:
@@ -234,10 +234,10 @@ class Engine:
         """The prompt is in the cache: hand its slots to its answers."""
         job, request = task.job, task.job.request
         params = request.params
-        logprobs = () if params.prompt_logprobs is None or not task.is_finite else (None, *task.prompt_logprobs)
+        logprobs = () if params.prompt_logprobs is None or not task.is_usable else (None, *task.prompt_logprobs)
         self._events.append((request.id, PromptDone(job.num_cached, logprobs)))
-        if not params.max_tokens or not task.is_finite:
-            reason: FinishReason = "length" if task.is_finite else "error"
+        if not params.max_tokens or not task.is_usable:
+            reason: FinishReason = "length" if task.is_usable else "error"
             self._events += [(request.id, Delta(i, "", finish_reason=reason)) for i in range(params.n)]
             for slot in job.slots:
                 self._scheduler.release(slot)
@@ -304,7 +304,9 @@ class Engine:
         for answer in step.answers:
             if answer.finish_reason is None:
                 token = tokens[answer.slot]
-                self._emit(answer, answer.take(token, _logprobs(out, answer, token)), now)
+                num_top = answer.request.params.logprobs
+                logprobs = None if num_top is None or token < 0 else step_logprobs(out, answer.slot, num_top)
+                self._emit(answer, answer.take(token, logprobs), now)
 
     def _emit(self, answer: Answer, delta: Delta, now: float | None = None) -> None:
         task = self._tasks[answer.request.id]
@@ -350,14 +352,3 @@ class Engine:
                 decode_seconds=0.0 if task.first_token is None else now - task.first_token,
             )
         )
-
-
-def _logprobs(out: StepOut, answer: Answer, token: int) -> TokenLogprobs | None:
-    num_top = answer.request.params.logprobs
-    if num_top is None or token < 0:
-        return None
-    assert out.logprobs is not None
-    assert out.top_ids is not None
-    assert out.top_logprobs is not None
-    ids, values = out.top_ids[answer.slot, :num_top].tolist(), out.top_logprobs[answer.slot, :num_top].tolist()
-    return TokenLogprobs(token, float(out.logprobs[answer.slot]), tuple(zip(ids, values, strict=True)))

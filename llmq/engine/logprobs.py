@@ -1,20 +1,54 @@
-"""Log-probabilities of a prompt, from the logits of its chunks.
+"""Log-probabilities, from a step or from the logits of a prompt. They are finite: JSON has no infinity.
 
 Shape letters: T tokens of a chunk, V vocabulary, K alternatives.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from llmq.backends.base import StepOut
 from llmq.engine.request import TokenLogprobs
+
+#: Stands for the logarithm of a probability of 0.
+_LOWEST = float(np.finfo(np.float32).min)
+
+
+def step_logprobs(out: StepOut, slot: int, num_top: int) -> TokenLogprobs:
+    """How likely the token of a step was, and what was likelier.
+
+    Args:
+        out: With log-probabilities.
+        slot: Whose token.
+        num_top: Alternatives to report.
+
+    Returns:
+        As the backend computed it.
+    """
+    assert out.logprobs is not None
+    assert out.top_ids is not None
+    assert out.top_logprobs is not None
+    ids, values = out.top_ids[slot, :num_top].tolist(), out.top_logprobs[slot, :num_top].tolist()
+    return _finite(int(out.tokens[slot]), float(out.logprobs[slot]), zip(ids, values, strict=True))
+
+
+def is_usable(logits_TV: np.ndarray) -> bool:
+    """Whether each row has a most likely token, by the rule of `llmq.backends.base.StepOut`.
+
+    Args:
+        logits_TV: float32.
+
+    Returns:
+        False where a row has NaN or +inf, or nothing but -inf.
+    """
+    return bool(np.isfinite(logits_TV.max(axis=-1)).all())
 
 
 def token_logprobs(logits_TV: np.ndarray, targets: Sequence[int], num_top: int) -> list[TokenLogprobs]:
     """How likely each token was, and what was likelier.
 
     Args:
-        logits_TV: float32; row t predicts `targets` t. Finite.
+        logits_TV: float32; row t predicts `targets` t. Usable.
         targets: The tokens that came.
         num_top: Alternatives to report.
 
@@ -25,7 +59,7 @@ def token_logprobs(logits_TV: np.ndarray, targets: Sequence[int], num_top: int) 
     logprobs_TV = shifted_TV - np.log(np.exp(shifted_TV).sum(axis=-1, keepdims=True, dtype=np.float32))
     target_logprobs = np.take_along_axis(logprobs_TV, np.asarray(targets)[:, None], axis=-1)[:, 0].tolist()
     tops = [_top(row_V, num_top) for row_V in logprobs_TV]
-    return [TokenLogprobs(*row) for row in zip(targets, target_logprobs, tops, strict=True)]
+    return [_finite(*row) for row in zip(targets, target_logprobs, tops, strict=True)]
 
 
 def _top(logprobs_V: np.ndarray, num_top: int) -> tuple[tuple[int, float], ...]:
@@ -36,3 +70,7 @@ def _top(logprobs_V: np.ndarray, num_top: int) -> tuple[tuple[int, float], ...]:
     ids_K = np.flatnonzero(logprobs_V >= least)  # ascending, and all of a tie at the edge
     ids_K = ids_K[np.argsort(-logprobs_V[ids_K], kind="stable")][:num_top]
     return tuple(zip(ids_K.tolist(), logprobs_V[ids_K].tolist(), strict=True))
+
+
+def _finite(token: int, logprob: float, top: Iterable[tuple[int, float]]) -> TokenLogprobs:
+    return TokenLogprobs(token, max(logprob, _LOWEST), tuple((i, max(value, _LOWEST)) for i, value in top))

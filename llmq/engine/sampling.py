@@ -71,9 +71,9 @@ class SamplingParams(Frozen):
     presence_penalty: Annotated[float, Field(ge=-2, le=2), Finite] = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2), Finite] = 0.0
     repetition_penalty: Annotated[float, Field(gt=0, le=100), Finite] = 1.0
-    logit_bias: Annotated[
-        Mapping[TokenId, Annotated[float, Field(ge=-100, le=100), Finite]], Field(max_length=MAX_BIASES)
-    ] = MappingProxyType({})
+    logit_bias: Mapping[TokenId, Annotated[float, Field(ge=-100, le=100), Finite]] = Field(
+        default_factory=lambda: MappingProxyType({}), max_length=MAX_BIASES
+    )
     seed: Annotated[int, Field(ge=0, lt=1 << 64)] | None = None
     stop: Annotated[
         tuple[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)], ...], Field(max_length=MAX_STOPS)
