@@ -1,0 +1,156 @@
+"""How many slots of how much context fit the memory.
+
+free * (1 - reserve)  >=  weights + slots * (context * bytes_per_token + vocab_size * bytes_per_logit)
+"""
+
+import math
+from dataclasses import dataclass
+
+from llmq.backends.base import CacheType, ComputeType, Memory
+from llmq.checkpoint.loader import ModelWeights
+from llmq.errors import ConfigError
+from llmq.model.config import ModelConfig
+
+#: Part of the free memory that is left for activations, the compiler and fragmentation.
+RESERVE = 0.1
+
+#: Context below which a slot is of no use.
+MIN_CONTEXT = 256
+
+#: Context that default settings give up slots for.
+PREFERRED_CONTEXT = 8192
+
+#: Contexts are cut to multiples of this.
+_ROUND = 64
+
+#: float32 logits, their copies while sampling, counts for penalties.
+_BYTES_PER_LOGIT = 32
+
+_ITEM_BYTES = {"bfloat16": 2, "float32": 4, "int8": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What is served.
+
+    Attributes:
+        num_slots: Sequences held at once.
+        max_len: Positions of each.
+        weight_bytes: Estimate for the device.
+        kv_bytes: Of all keys and values.
+        free_bytes: Before loading.
+    """
+
+    num_slots: int
+    max_len: int
+    weight_bytes: int
+    kv_bytes: int
+    free_bytes: int
+
+
+def bytes_per_token(config: ModelConfig, kv_dtype: CacheType) -> int:
+    """Keys and values of one position, over all layers.
+
+    Args:
+        config: The model.
+        kv_dtype: As stored; int8 has a float32 scale per head.
+
+    Returns:
+        Bytes.
+    """
+    head = config.head_dim * _ITEM_BYTES[kv_dtype] + (4 if kv_dtype == "int8" else 0)
+    return 2 * config.num_layers * config.num_kv_heads * head
+
+
+def weight_bytes(weights: ModelWeights, dtype: ComputeType) -> int:
+    """Bytes of the weights on the device: codes as they are stored, the rest in the compute type.
+
+    Args:
+        weights: The model.
+        dtype: Compute type.
+
+    Returns:
+        Bytes.
+    """
+    kept = [info for name, info in weights.reader.tensors.items() if name in weights and not weights.is_quantized(name)]
+    stored = sum(info.num_bytes for info in weights.reader.tensors.values()) - sum(info.num_bytes for info in kept)
+    return stored + sum(math.prod(info.shape) for info in kept) * _ITEM_BYTES[dtype]
+
+
+def plan_capacity(
+    weights: ModelWeights,
+    memory: Memory,
+    *,
+    dtype: ComputeType,
+    kv_int8: bool,
+    num_slots: int | None,
+    max_len: int | None,
+    default_slots: int,
+) -> Capacity:
+    """Choose slots and context, or refuse what cannot fit.
+
+    Args:
+        weights: The model.
+        memory: Of the device, before loading.
+        dtype: Compute type.
+        kv_int8: Store keys and values as int8.
+        num_slots: As asked for; None chooses.
+        max_len: As asked for; None chooses.
+        default_slots: Wanted when nothing is asked for.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ConfigError: It does not fit, or is out of range; names the largest that would fit.
+    """
+    config = weights.config
+    context = config.max_positions
+    if num_slots is not None and num_slots < 1:
+        raise ConfigError(f"max_num_seqs={num_slots}: must be at least 1.")
+    if max_len is not None and not 0 < max_len <= context:
+        raise ConfigError(f"max_model_len={max_len}: must be positive and at most the model's context, {context}.")
+    each = bytes_per_token(config, "int8" if kv_int8 else dtype)
+    slot_bytes = config.vocab_size * _BYTES_PER_LOGIT
+    taken = weight_bytes(weights, dtype)
+    room = int(memory.free * (1 - RESERVE)) - taken
+
+    def slots_of(length: int) -> int:
+        return max(0, room // (length * each + slot_bytes))
+
+    def context_of(slots: int) -> int:
+        length = min(context, max(0, room // slots - slot_bytes) // each)
+        return length if length == context else length - length % _ROUND
+
+    smallest = min(context, MIN_CONTEXT)
+    if slots_of(smallest) == 0:
+        raise ConfigError(
+            f"memory: {_gb(memory.free)} are free, but the weights take {_gb(taken)} and the smallest cache "
+            f"{_gb(smallest * each + slot_bytes)}; use a smaller model or scheme."
+        )
+    if max_len is None:
+        preferred = min(context, PREFERRED_CONTEXT)
+        length = context_of(num_slots or default_slots)
+        if num_slots is None:
+            length = max(length, min(preferred, context_of(1)))
+        elif length < smallest:
+            raise _too_large(f"max_num_seqs={num_slots}", room, f"at most --max-num-seqs {slots_of(smallest)}")
+    else:
+        length = max_len
+    slots = min(default_slots, slots_of(length)) if num_slots is None else num_slots
+    if slots == 0:
+        raise _too_large(f"max_model_len={length}", room, f"at most --max-model-len {context_of(1)}")
+    if slots * (length * each + slot_bytes) > room:
+        way_out = f"at most --max-num-seqs {slots_of(length)}, or --max-model-len {context_of(slots)}"
+        raise _too_large(f"max_num_seqs={slots} and max_model_len={length}", room, way_out)
+    return Capacity(slots, length, taken, slots * length * each, memory.free)
+
+
+def _too_large(what: str, room: int, way_out: str) -> ConfigError:
+    return ConfigError(
+        f"{what}: the cache exceeds the {_gb(room)} left for it; {way_out} fits, or --kv-cache-dtype int8."
+    )
+
+
+def _gb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.2f} GB"
