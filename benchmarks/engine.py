@@ -8,6 +8,7 @@ A fake model answers in every slot; the time spent inside it is not counted.
 import time
 
 from llmq.engine.engine import Engine
+from llmq.engine.grammar import compile_grammar
 from llmq.engine.request import Request
 from llmq.engine.sampling import Grammar, SamplingParams
 from tests.fake import FakeModel, byte_tokenizer, script
@@ -16,7 +17,7 @@ NUM_SLOTS = 32
 NUM_TOKENS = 200
 
 WORKLOADS = {
-    "greedy": {},
+    "greedy": {"ignore_eos": True},
     "sampled": {"temperature": 1.0, "seed": 1},
     "four stop texts": {"stop": ("\n\n", "###", "</answer>", "User:")},
     "five logprobs": {"logprobs": 5},
@@ -33,11 +34,9 @@ def main() -> None:
 
 
 def milliseconds_per_step(tokenizer, text: list[int], fields: dict) -> float:
-    from llmq.engine.grammar import compile_grammar
-
     model = FakeModel(script(*text), num_slots=NUM_SLOTS, max_len=2 * NUM_TOKENS)
     engine = Engine(model, tokenizer)
-    params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, **fields)
+    params = SamplingParams(max_tokens=NUM_TOKENS, **fields)
     for _ in range(NUM_SLOTS):
         matcher = None if params.grammar is None else compile_grammar(tokenizer, params.grammar)
         engine.submit(Request((1,), params), matcher)

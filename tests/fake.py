@@ -106,6 +106,8 @@ class FakeModel:
         calls: Name -> how often each method was called.
         extended: Slot, start and length of every run.
         most_active: The largest number of slots that were decoded at once.
+        most_ahead: The largest number of steps that were dispatched and not fetched.
+        uniforms: What chose each token of slot 0.
         busy_seconds: Spent in this class.
     """
 
@@ -114,7 +116,7 @@ class FakeModel:
         say: Say = echo,
         *,
         num_slots: int = 4,
-        max_len: int = 256,
+        max_len: int = 512,
         chunk_size: int = 16,
         vocab_size: int = 320,
         step_seconds: float = 0.0,
@@ -124,6 +126,8 @@ class FakeModel:
         self.calls: dict[str, int] = {}
         self.extended: list[tuple[int, int, int]] = []
         self.most_active = 0
+        self.most_ahead = 0
+        self.uniforms: list[float] = []
         self.busy_seconds = 0.0
         self._say = say
         self._step_seconds = step_seconds
@@ -221,6 +225,8 @@ class FakeModel:
             assert (allowed.shape, allowed.dtype) == ((caps.num_slots, -(-caps.vocab_size // 32)), np.uint32)
         assert len(self._unfetched) <= 1, "more than one step ahead"
         self.most_active = max(self.most_active, int(active.sum()))
+        if active[0]:
+            self.uniforms.append(float(uniform[0]))
         logits_SV = np.zeros((caps.num_slots, caps.vocab_size), np.float32)
         for slot in np.flatnonzero(active).tolist():
             row = state.rows[slot]
@@ -237,6 +243,7 @@ class FakeModel:
         tops = sampling.log_probabilities(logits_SV, tokens_S) if want_logprobs else ()
         handle = _Handle(StepOut(tokens_S, *tops), self._take_time())
         self._unfetched.append(handle)
+        self.most_ahead = max(self.most_ahead, len(self._unfetched))
         self.busy_seconds += time.perf_counter() - began
         return state, handle
 

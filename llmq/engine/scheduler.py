@@ -8,7 +8,6 @@ have the same bits whatever follows them (see `llmq.backends.base`): a request i
 whether it finds its prefix or not.
 """
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -74,7 +73,7 @@ class Scheduler:
         self._free = list(range(num_slots))  # the least recently used first
         self._chunk_size = chunk_size
         self._max_queue = max_queue
-        self.waiting: deque[Job] = deque()
+        self.waiting: list[Job] = []
         self.prefilling: Job | None = None
 
     @property
@@ -92,9 +91,13 @@ class Scheduler:
         Returns:
             False for what the free slots can take, whatever the queue.
         """
-        waiting = list(self.waiting)
-        needed = sum(job.num_slots for job in waiting) + num_coming + num_slots
-        return needed > self.num_free and len(waiting) + num_coming >= self._max_queue
+        free, num_left = self.num_free, 0
+        for needed in (*(job.num_slots for job in self.waiting[:]), *(1,) * num_coming, num_slots):
+            if num_left or needed > free:
+                num_left += 1
+            else:
+                free -= needed
+        return num_left > self._max_queue
 
     def submit(self, job: Job) -> None:
         """Queue a request.
@@ -119,8 +122,7 @@ class Scheduler:
             They; nothing is left of them.
         """
         expired = [job for job in self.waiting if job.arrived < before]
-        for job in expired:
-            self.waiting.remove(job)
+        self.waiting = [job for job in self.waiting if job.arrived >= before]
         return expired
 
     def admit(self) -> Job | None:
@@ -131,7 +133,7 @@ class Scheduler:
         """
         if self.prefilling or not self.waiting or self.waiting[0].num_slots > self.num_free:
             return None
-        job = self.waiting.popleft()
+        job = self.waiting.pop(0)
         first = max(self._free, key=lambda slot: self._match(slot, job.request))
         self._free.remove(first)
         job.slots = [first, *self._free[: job.num_slots - 1]]
