@@ -7,7 +7,8 @@ from typing import Any, Protocol
 
 from llmq.engine.request import Event, PromptDone, Request
 from llmq.engine.service import EngineService
-from llmq.serve.errors import ApiError
+from llmq.errors import ConfigError
+from llmq.serve.errors import ApiError, invalid
 
 
 class Usage:
@@ -120,7 +121,7 @@ async def growing(
 
 
 async def all_events(
-    service: EngineService, requests: Sequence[Request], width: int
+    service: EngineService, requests: Sequence[Request], width: int, grammar: str
 ) -> AsyncGenerator[tuple[int, Event]]:
     """The events of several requests as they come.
 
@@ -128,12 +129,13 @@ async def all_events(
         service: Answers them.
         requests: At least one.
         width: How many are handed over at a time, so that one body cannot fill the queue.
+        grammar: The field that the grammar comes from.
 
     Yields:
         Which request, and its event.
     """
     if len(requests) == 1:
-        async with aclosing(service.generate(requests[0])) as events:
+        async with aclosing(_events(service, requests[0], grammar)) as events:
             async for event in events:
                 yield 0, event
         return
@@ -143,7 +145,7 @@ async def all_events(
     async def one(i: int) -> None:
         last: BaseException | None = None
         try:
-            async with turns, aclosing(service.generate(requests[i])) as events:
+            async with turns, aclosing(_events(service, requests[i], grammar)) as events:
                 async for event in events:
                     merged.put_nowait((i, event))
         except Exception as err:
@@ -165,3 +167,14 @@ async def all_events(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _events(service: EngineService, request: Request, grammar: str) -> AsyncGenerator[Event]:
+    async with aclosing(service.generate(request)) as events:
+        try:
+            async for event in events:
+                yield event
+        except ConfigError as err:
+            if str(err).startswith("grammar:"):
+                raise invalid(f"{grammar}{str(err).removeprefix('grammar')}", grammar) from err
+            raise

@@ -1,5 +1,6 @@
 """The routes: each reads a body off the event loop, asks the engine and answers in OpenAI's shape."""
 
+import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -114,7 +115,7 @@ class Server:
         ]
         known = frozenset(route.path for route in routes)
         middleware = [
-            Middleware(RequestLog, responded=self._metrics.responded, routes=known),
+            Middleware(RequestLog, responded=self._metrics.responded, routes=known, refuse=_refusal),
             Middleware(KeyCheck, keys=self._options.keys, page=page, refuse=_refusal),
         ]
         if self._options.cors_origins:
@@ -126,10 +127,7 @@ class Server:
                 expose_headers=["X-Request-Id"],
             )
             middleware.insert(1, cors)  # a preflight carries no key
-        handlers = {
-            kind: _on_error
-            for kind in (ApiError, LlmqError, HTTPException, ClientGoneError, ClientDisconnect, Exception)
-        }
+        handlers = dict.fromkeys((ApiError, LlmqError, HTTPException, ClientGoneError, ClientDisconnect), _on_error)
         app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
         app.router.redirect_slashes = False
         return app
@@ -168,7 +166,7 @@ class Server:
         prompts = [prompt.tokens for prompt in call.prompts]
         ident = f"cmpl-{token_hex(16)}"
         answer = CompletionAnswer(call, self._prompts, name, ident)
-        return await self._answer(request, body, answer, ident, prompts, call.params)
+        return await self._answer(request, body, answer, ident, prompts, call.params, "response_format")
 
     async def _chat(self, request: Request) -> Response:
         body = await self._read(request, ChatBody)
@@ -176,7 +174,8 @@ class Server:
         call = await self._service.run_in_pool(prepare_chat, body, self._prompts, self._defaults)
         ident = f"chatcmpl-{token_hex(16)}"
         answer = ChatAnswer(call, self._prompts, name, ident)
-        return await self._answer(request, body, answer, ident, [call.prompt], [call.params])
+        grammar = "tools" if call.tools.grammar else "response_format"
+        return await self._answer(request, body, answer, ident, [call.prompt], [call.params], grammar)
 
     async def _answer(
         self,
@@ -186,6 +185,7 @@ class Server:
         ident: str,
         prompts: Sequence[Sequence[int]],
         params: Sequence[SamplingParams],
+        grammar: str,
     ) -> Response:
         if body.stream_options is not None and not body.stream:
             raise invalid("stream_options: needs stream; set it to true.", "stream_options")
@@ -194,7 +194,7 @@ class Server:
             engine.Request(tuple(prompt), one, salt, f"{ident}-{i}")
             for i, (prompt, one) in enumerate(zip(prompts, params, strict=True))
         ]
-        events = all_events(self._service, requests, self._caps.num_slots)
+        events = all_events(self._service, requests, self._caps.num_slots, grammar)
         if body.stream:
             usage = bool(body.stream_options and body.stream_options.include_usage)
             return EventStream(self.live, growing(answer, events, include_usage=usage))
@@ -271,7 +271,8 @@ class Server:
         return _json({"version": version("llmq")})
 
     async def _openapi(self, _request: Request) -> Response:
-        return _json(document(self._options.model_names, bool(self._options.keys)))
+        described = document(self._options.model_names, bool(self._options.keys))
+        return Response(json.dumps(described), media_type="application/json")  # orjson ends at 64 bits
 
     async def _page(self, _request: Request) -> Response:
         return page(200)

@@ -53,6 +53,9 @@ class ClientGoneError(Exception):
     """Nobody waits for the answer any more."""
 
 
+#: The answer to whatever nobody expected.
+FAILED = ApiError(500, "The server failed; its log tells why.", kind="server_error", code="internal_error")
+
 #: Error -> status, type, code.
 _ANSWERS: Mapping[type[LlmqError], tuple[int, str, str]] = MappingProxyType(
     {
@@ -81,7 +84,7 @@ def answer_of(err: BaseException) -> ApiError:
         if isinstance(err, kind):
             headers = {"Retry-After": RETRY_AFTER} if status in (429, 503) else {}
             return ApiError(status, str(err), kind=name, code=code, headers=headers)
-    return ApiError(500, "The server failed; its log tells why.", kind="server_error", code="internal_error")
+    return FAILED
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
@@ -135,9 +138,12 @@ def broken_rule(err: ValidationError, rename: Mapping[str, str] = MappingProxyTy
     return invalid(f"{message}.", param.removeprefix(".") or None)
 
 
+_BRANCHES = frozenset({"str", "int", "float", "bool", "none"})
+
+
 def _is_field(part: Any) -> bool:
     """Not one of pydantic's names for the branches of a union."""
-    return isinstance(part, int) or not (part in ("str", "int", "float", "bool") or "[" in part or part[:1].isupper())
+    return isinstance(part, int) or (part.isidentifier() and part.islower() and part not in _BRANCHES)
 
 
 def param_of(message: str) -> str | None:

@@ -76,7 +76,11 @@ async def serve(
     """
     loop = asyncio.get_running_loop()
     ending: asyncio.Queue[str] = asyncio.Queue()
-    service.on_death = lambda _err: loop.call_soon_threadsafe(ending.put_nowait, "death")
+
+    def died(_err: BaseException) -> None:
+        loop.call_soon_threadsafe(ending.put_nowait, "death")
+
+    service.on_death = died
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, ending.put_nowait, "signal")
     config = uvicorn.Config(
@@ -87,6 +91,7 @@ async def serve(
         ws="none",
         http="h11",
         server_header=False,
+        timeout_keep_alive=30,
         timeout_graceful_shutdown=1,
     )
     http = _Uvicorn(config)

@@ -75,7 +75,7 @@ def _text(message: Message, where: str) -> str:
                 f"{where}.content[{k}]: is of type {part.type!r}; the model reads text only.", f"{where}.content[{k}]"
             )
         texts.append(part.text)
-    return "\n".join(texts)
+    return "".join(texts)
 
 
 def _call(call: ToolCall, where: str) -> dict[str, Any]:

@@ -12,10 +12,13 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from llmq.serve.errors import ApiError
+from llmq.serve.errors import FAILED, ApiError
 
 #: Needs no key.
 OPEN_PATHS = frozenset({"/health"})
+
+#: As nginx says that the client left before the answer.
+_NOT_ANSWERED = 499
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
@@ -29,12 +32,20 @@ class RequestLog:
         app: What answers.
         responded: Told the route and status of every response.
         routes: Known paths; others are not told apart.
+        refuse: Makes a response of an error.
     """
 
-    def __init__(self, app: ASGIApp, responded: Callable[[str, int], None], routes: frozenset[str]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        responded: Callable[[str, int], None],
+        routes: frozenset[str],
+        refuse: Callable[[ApiError], Response],
+    ) -> None:
         self._app = app
         self._responded = responded
         self._routes = routes
+        self._refuse = refuse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The ASGI interface."""
@@ -45,7 +56,7 @@ class RequestLog:
         given = Headers(scope=scope).get("x-request-id", "")
         ident = given if _REQUEST_ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
         scope["state"] = {**scope.get("state", {}), "request_id": ident}
-        status = 499  # as nginx says that the client left before the answer
+        status = _NOT_ANSWERED
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -58,6 +69,10 @@ class RequestLog:
 
         try:
             await self._app(scope, receive, send_with_id)
+        except Exception:
+            _access.exception("%s failed", ident)
+            if status == _NOT_ANSWERED:
+                await self._refuse(FAILED)(scope, receive, send_with_id)
         finally:
             path = scope["path"] if scope["path"] in self._routes else "other"
             self._responded(path, status)

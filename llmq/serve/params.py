@@ -35,7 +35,7 @@ def sampling_defaults(recommended: Mapping[str, float]) -> dict[str, float]:
     Raises:
         ConfigError: A recommended value breaks a rule.
     """
-    known = {name: value for name, value in recommended.items() if name in SamplingParams.model_fields}
+    known: dict[str, Any] = {name: value for name, value in recommended.items() if name in SamplingParams.model_fields}
     try:
         SamplingParams(**known)
     except ValidationError as err:
@@ -77,9 +77,10 @@ def sampling_params(
         given["seed"] = body.seed % (1 << 64)
     if body.stop is not None:
         given["stop"] = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
+    merged: dict[str, Any] = {**defaults, **given}
     try:
         params = SamplingParams(
-            **{**defaults, **given},
+            **merged,
             max_tokens=max_tokens,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,

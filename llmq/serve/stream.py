@@ -41,7 +41,12 @@ class EventStream(Response):
         self._chunks = chunks
         self._started = False
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(
+        self,
+        scope: Scope,  # noqa: ARG002 - the ASGI interface
+        receive: Receive,
+        send: Send,
+    ) -> None:
         """Answer; the ASGI interface."""
         try:
             await self._live.run(receive, self._send_all(send))

@@ -20,6 +20,12 @@ from tests.tiny import byte_tokenizer_files, tiny_config
 
 MODEL = "fake"
 
+#: Like the tokenizer's own, and with tools.
+TEMPLATE = (
+    "{% if tools %}[tools]{{ tools | tojson }}{# calls come as <tool_call> #}{% endif %}"
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
 
 def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
@@ -28,14 +34,14 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--api-key-file", type=Path)
     parser.add_argument("--served-model-name", action="append")
     parser.add_argument("--max-num-seqs", type=int, default=4)
-    parser.add_argument("--max-model-len", type=int, default=256)
+    parser.add_argument("--max-model-len", type=int, default=1024)
     parser.add_argument("--max-queue", type=int, default=64)
     parser.add_argument("--queue-timeout", type=float)
     parser.add_argument("--request-timeout", type=float)
     parser.add_argument("--drain-timeout", type=float, default=30)
     parser.add_argument("--max-body-bytes", type=int, default=8 << 20)
     parser.add_argument("--cors-origin", action="append", default=[])
-    parser.add_argument("--step-seconds", type=float, default=0.0, help="what a step takes")
+    parser.add_argument("--step-seconds", type=float, default=0.002, help="what a step takes")
     parser.add_argument("--fault", help="METHOD:CALL that fails, as in decode:5")
     parser.add_argument("--chat-template", type=Path, help="instead of the tokenizer's own")
     return parser.parse_args(arguments)
@@ -43,8 +49,7 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def build(given: argparse.Namespace) -> tuple[Server, EngineService]:
     files = byte_tokenizer_files()
-    if given.chat_template:
-        files["chat_template.jinja"] = given.chat_template.read_bytes()
+    files["chat_template.jinja"] = given.chat_template.read_bytes() if given.chat_template else TEMPLATE.encode()
     tokenizer = Tokenizer.from_files(files, ModelConfig.from_dict(tiny_config()))
     method, _, call = (given.fault or "").partition(":")
     model = FakeModel(
