@@ -7,10 +7,27 @@ Shape letters: T positions, D hidden, H heads, K kv heads, h head size, V vocabu
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from llmq.backends.base import Caps, ComputeType, ModelOptions, Probe, Run, Scores, State
+from llmq.backends.base import (
+    MAX_TOP_LOGPROBS,
+    Caps,
+    ComputeType,
+    Memory,
+    ModelOptions,
+    Probe,
+    Run,
+    Scores,
+    SlotSampling,
+    State,
+    Stats,
+    StepHandle,
+    StepOut,
+)
+from llmq.backends.host import host_memory
+from llmq.backends.sampling import Rules, Seen, SlotRules, bias_row, log_probabilities, prompt_row, sample
 from llmq.checkpoint.loader import ModelWeights
 from llmq.errors import BackendError
 from llmq.model.names import EMBEDDING, FINAL_NORM, LM_HEAD, layer_prefix
@@ -118,8 +135,38 @@ def _attend(q_THh: np.ndarray, k_TKh: np.ndarray, v_TKh: np.ndarray, visible: np
     return np.einsum("Hqk,kHh->qHh", probs, v_THh).reshape(len(q_THh), -1)
 
 
+@dataclass(slots=True)
+class ReferenceSlot:
+    """A sequence, and how it goes on.
+
+    Attributes:
+        tokens: Those written, and behind `prompt` the one that the next step writes.
+        prompt: What it was handed over with.
+        sampling: How to choose tokens.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    prompt: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    sampling: SlotSampling = field(default_factory=SlotSampling)
+
+    def rules(self, vocab_size: int) -> tuple[Rules, Seen]:
+        """What `sample` takes, for one slot.
+
+        Args:
+            vocab_size: V.
+
+        Returns:
+            The parameters, and which tokens the prompt and the answer hold.
+        """
+        slot = SlotRules(1)
+        slot.set(0, self.sampling)
+        answer_V = np.bincount(self.tokens[len(self.prompt) :], minlength=vocab_size).astype(np.int32)
+        seen = Seen(prompt_row(self.prompt, vocab_size)[None], answer_V[None])
+        return slot.rules(np.ones(1, np.bool_))._replace(bias_SV=bias_row(self.sampling, vocab_size)[None]), seen
+
+
 class ReferenceModel:
-    """`forward` behind the protocol of `base.InferenceModel`; the state is the tokens themselves."""
+    """`forward` behind the protocol of `base.InferenceModel`; the state is the slots' tokens."""
 
     def __init__(self, weights: ModelWeights, options: ModelOptions) -> None:
         self._weights = weights
@@ -136,17 +183,57 @@ class ReferenceModel:
 
     def init_state(self) -> State:
         """See `base.InferenceModel.init_state`."""
-        return [[] for _ in range(self.caps.num_slots)]
+        return [ReferenceSlot() for _ in range(self.caps.num_slots)]
+
+    def warmup(self, state: State) -> State:
+        """See `base.InferenceModel.warmup`."""
+        return state
 
     def extend(
         self, state: State, slot: int, tokens: np.ndarray, start: int, *, want_logits: bool = False
     ) -> tuple[State, np.ndarray | None]:
         """See `base.InferenceModel.extend`."""
-        state[slot] = [*state[slot][:start], *(int(token) for token in tokens)]
-        logits = (
-            forward(self._weights, state[slot], kv_int8=self.caps.kv_dtype == "int8")[start:] if want_logits else None
-        )
-        return state, None if logits is None else logits.astype(np.float32)
+        state[slot].tokens[start:] = tokens.tolist()
+        return state, self._logits(state[slot].tokens)[start:] if want_logits else None
+
+    def set_slot(self, state: State, slot: int, prompt: np.ndarray, sampling: SlotSampling) -> State:
+        """See `base.InferenceModel.set_slot`."""
+        tokens = [*state[slot].tokens[: len(prompt) - 1], int(prompt[-1])]
+        state[slot] = ReferenceSlot(tokens, prompt, sampling)
+        return state
+
+    def copy_slot(self, state: State, source: int, target: int, num_tokens: int) -> State:
+        """See `base.InferenceModel.copy_slot`."""
+        state[target].tokens[:] = state[source].tokens[:num_tokens]
+        return state
+
+    def decode(
+        self,
+        state: State,
+        active: np.ndarray,
+        uniform: np.ndarray,
+        *,
+        allowed: np.ndarray | None = None,
+        want_logprobs: bool = False,
+    ) -> tuple[State, StepHandle]:
+        """See `base.InferenceModel.decode`."""
+        num_slots, vocab_size = self.caps.num_slots, self.caps.vocab_size
+        tokens_S, logprobs_S = np.full(num_slots, -1, np.int32), np.zeros(num_slots, np.float32)
+        num_top = min(MAX_TOP_LOGPROBS, vocab_size)
+        top_SN, top_logprobs_SN = np.zeros((num_slots, num_top), np.int32), np.zeros((num_slots, num_top), np.float32)
+        for slot in np.flatnonzero(active):
+            held, row = state[slot], slice(slot, slot + 1)
+            logits = self._logits(held.tokens)[-1:]
+            rules, seen = held.rules(vocab_size)
+            words = None if allowed is None else allowed[row].view(np.int32)
+            tokens_S[row] = sample(logits, uniform[row], rules, seen, words)
+            logprobs_S[row], top_SN[row], top_logprobs_SN[row] = log_probabilities(logits, tokens_S[row])
+            held.tokens.append(max(int(tokens_S[slot]), 0))
+        return state, StepOut(tokens_S, *((logprobs_S, top_SN, top_logprobs_SN) if want_logprobs else ()))
+
+    def fetch(self, handle: StepHandle) -> StepOut:
+        """See `base.InferenceModel.fetch`."""
+        return handle
 
     def score(self, state: State, slot: int, shared: int, runs: Sequence[Run]) -> tuple[State, list[Scores | None]]:
         """See `base.InferenceModel.score`."""
@@ -160,6 +247,16 @@ class ReferenceModel:
             scores.append(None if logits is None or run.targets is None else score_rows(logits, run.targets))
         state, _ = self.extend(state, slot, runs[0].tokens, shared)
         return state, scores
+
+    def stats(self) -> Stats:
+        """See `base.InferenceModel.stats`."""
+        return Stats(num_compiles=0, num_bytes=0)
+
+    def close(self) -> None:
+        """See `base.InferenceModel.close`."""
+
+    def _logits(self, tokens: list[int]) -> np.ndarray:
+        return forward(self._weights, tokens, kv_int8=self.caps.kv_dtype == "int8").astype(np.float32)
 
 
 def score_rows(logits_MV: np.ndarray, targets_M: np.ndarray) -> Scores:
@@ -192,8 +289,19 @@ class ReferenceBackend:
         """See `base.Backend.has_accelerator`."""
         return False
 
+    def memory(self, device: str | None) -> Memory:
+        """See `base.Backend.memory`."""
+        _check_device(device)
+        return host_memory()
+
     def open_model(self, weights: ModelWeights, options: ModelOptions) -> ReferenceModel:
         """See `base.Backend.open_model`."""
-        if options.device not in (None, "cpu") or options.dtype not in (None, "float32"):
-            raise BackendError("backend='reference': runs on the cpu in float32 only; leave out --device and --dtype.")
+        _check_device(options.device)
+        if options.dtype not in (None, "float32"):
+            raise BackendError(f"dtype={options.dtype!r}: the reference computes in float32 only; leave out --dtype.")
         return ReferenceModel(weights, options)
+
+
+def _check_device(device: str | None) -> None:
+    if device not in (None, "cpu"):
+        raise BackendError(f"device={device!r}: the reference runs on the cpu; leave out --device.")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmq.backends.base import Backend, InferenceModel, ModelOptions, Run
+from llmq.backends.base import Backend, InferenceModel, ModelOptions, Run, SlotSampling
 from llmq.backends.reference import forward
 from llmq.backends.registry import ALIASES, backend_names, load_backend, select_backend
 from llmq.checkpoint.loader import load_weights
@@ -16,9 +16,14 @@ from llmq.config import SCHEMES, QuantizationConfig
 from llmq.errors import BackendError
 from tests.backends.quantized import QuantizedWeights
 from tests.backends.test_reference import FAMILIES
+from tests.backends.test_sampling import expected_token
 from tests.tiny import write_tiny
 
 TOKENS = np.random.default_rng(1).integers(0, 320, 40).astype(np.int32)
+
+GREEDY = SlotSampling()
+
+WINDOWS = [{}, {"architectures": ["MistralForCausalLM"], "sliding_window": 8}]
 
 
 @pytest.fixture(params=["gpu", "tpu", "reference"])
@@ -57,39 +62,236 @@ def weights(tmp_path_factory: pytest.TempPathFactory):
     return QuantizedWeights(plain, QuantizationConfig(scheme="int4_blockwise"))
 
 
-def test_pieces_and_single_steps_equal_one_run(backend: Backend, weights) -> None:
+def only(num_slots: int, *slots: int) -> np.ndarray:
+    return np.isin(np.arange(num_slots), slots)
+
+
+def handed_over(model: InferenceModel, state, slot: int, prompt: np.ndarray, sampling: SlotSampling = GREEDY):
+    """Write a prompt in chunks and hand the slot over."""
+    size = model.caps.chunk_size
+    for start in range(0, len(prompt) - 1, size):
+        state, none = model.extend(state, slot, prompt[start : min(start + size, len(prompt) - 1)], start)
+        assert none is None
+    return model.set_slot(state, slot, prompt, sampling)
+
+
+def stepped(model: InferenceModel, state, *slots: int, uniform: float = 0.0, **wanted):
+    """One step of some slots: tokens, log-probabilities, the best ids and theirs, a row for each."""
+    num_slots = model.caps.num_slots
+    state, handle = model.decode(state, only(num_slots, *slots), np.full(num_slots, uniform, np.float32), **wanted)
+    out = model.fetch(handle)
+    columns = [out.tokens, out.logprobs, out.top_ids, out.top_logprobs]
+    assert [None if c is None else (c.dtype, c.shape) for c in columns] == [
+        (np.int32, (num_slots,)),
+        *(
+            [(np.float32, (num_slots,)), (np.int32, (num_slots, 20)), (np.float32, (num_slots, 20))]
+            if wanted.get("want_logprobs")
+            else [None] * 3
+        ),
+    ]
+    return state, [None if column is None else column[list(slots)] for column in columns]
+
+
+def test_pieces_equal_one_run(backend: Backend, weights) -> None:
     model = opened(backend, weights, num_slots=3)
     _, whole = model.extend(model.init_state(), 0, TOKENS[:20], 0, want_logits=True)
-    state = model.init_state()
-    state, none = model.extend(state, 1, TOKENS[:7], 0)
+    state, none = model.extend(model.init_state(), 1, TOKENS[:7], 0)
     assert none is None
     state, part = model.extend(state, 1, TOKENS[7:18], 7, want_logits=True)
     np.testing.assert_allclose(part, whole[7:18], atol=1e-5)
-    for position in (18, 19):
-        tokens = np.array([0, TOKENS[position], 0], np.int32)
-        state, logits = model.decode(state, tokens, np.array([-1, position, -1], np.int32))
-        np.testing.assert_allclose(logits[1], whole[position], atol=1e-5)
-        assert logits.shape == (3, 320)
-        assert logits.dtype == np.float32
+
+
+@pytest.mark.parametrize("changes", WINDOWS)
+def test_steps_feed_their_tokens_back(backend: Backend, changes: dict, tmp_path: Path) -> None:
+    """Two steps are dispatched before the first is fetched; log-probabilities are those of the whole sequence."""
+    plain = load_weights(str(write_tiny(tmp_path / "m", num_hidden_layers=2, **changes)))
+    model = opened(backend, plain, num_slots=3)
+    state = handed_over(model, model.init_state(), 1, TOKENS[:19])
+    uniform, handles, text = np.zeros(3, np.float32), [], TOKENS[:19].tolist()
+    for _ in range(8):
+        state, handle = model.decode(state, only(3, 1), uniform, want_logprobs=True)
+        handles.append(handle)
+        if len(handles) < 2:
+            continue
+        out = model.fetch(handles.pop(0))
+        expected = log_softmax(forward(plain, text)[-1])
+        assert out.tokens[1] == expected.argmax()
+        np.testing.assert_allclose(out.logprobs[1], expected.max(), atol=5e-5)
+        np.testing.assert_array_equal(out.top_ids[1], np.argsort(-expected, kind="stable")[:20])
+        np.testing.assert_allclose(out.top_logprobs[1], np.sort(expected)[::-1][:20], atol=5e-5)
+        text.append(int(out.tokens[1]))
 
 
 def test_slots_do_not_mix_and_may_be_written_again(backend: Backend, weights) -> None:
     model = opened(backend, weights, num_slots=3)
     prompts = [TOKENS[:9], TOKENS[10:30], TOKENS[30:35]]
-    alone = []
-    for prompt in prompts:
-        state, _ = model.extend(model.init_state(), 0, prompt[:-1], 0)
-        _, logits = model.decode(state, np.array([prompt[-1], 0, 0]), np.array([len(prompt) - 1, -1, -1]))
-        alone.append(logits[0])
-
     state = model.init_state()
     for slot in range(3):  # something else first: what is overwritten must not be seen
         state, _ = model.extend(state, slot, TOKENS[::-1].copy()[:33], 0)
     for slot, prompt in enumerate(prompts):
-        state, _ = model.extend(state, slot, prompt[:-1], 0)
-    last = np.array([prompt[-1] for prompt in prompts], np.int32)
-    state, together = model.decode(state, last, np.array([len(p) - 1 for p in prompts], np.int32))
-    np.testing.assert_allclose(together, np.stack(alone), atol=1e-5)
+        state = handed_over(model, state, slot, prompt)
+    state, (_, logprobs, ids, _) = stepped(model, state, 0, 1, 2, want_logprobs=True)
+    expected = np.stack([log_softmax(forward(weights, prompt.tolist())[-1]) for prompt in prompts])
+    np.testing.assert_allclose(logprobs, expected.max(axis=-1), atol=5e-5)
+    np.testing.assert_array_equal(ids[:, 0], expected.argmax(axis=-1))
+
+
+def test_inactive_slots_are_untouched(backend: Backend, weights) -> None:
+    model = opened(backend, weights, num_slots=3)
+    alone = handed_over(model, model.init_state(), 1, TOKENS[:12])
+    expected = []
+    for _ in range(4):
+        alone, out = stepped(model, alone, 1, want_logprobs=True)
+        expected.append(out)
+    state = handed_over(model, model.init_state(), 1, TOKENS[:12])
+    state = handed_over(model, state, 0, TOKENS[20:30])
+    for step in expected:
+        state, _ = stepped(model, state, 0)
+        state, got = stepped(model, state, 1, want_logprobs=True)
+        for a, b in zip(got, step, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+VARIANTS = {
+    "plain": {},
+    "window": WINDOWS[1],
+    "one-head-a-key": {"num_key_value_heads": 4},
+    "int8-cache": {},
+    "int4": {},
+    "int8": {},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("num_slots", [2, 5, 8])
+def test_a_row_depends_on_itself_alone(backend: Backend, variant: str, num_slots: int, tmp_path: Path) -> None:
+    """To the last bit: alone and among others of any length, in any slot."""
+    if backend.name == "reference" and num_slots > 2:
+        pytest.skip("it computes every row alone")
+    plain = load_weights(str(write_tiny(tmp_path / "m", num_hidden_layers=2, **VARIANTS[variant])))
+    schemes = {"int4": "int4_blockwise", "int8": "int8_per_channel"}
+    held = QuantizedWeights(plain, QuantizationConfig(scheme=schemes[variant])) if variant in schemes else plain
+    model = opened(backend, held, num_slots, dtype=None, max_len=300, kv_int8=variant == "int8-cache")
+    rng, sampled = np.random.default_rng(num_slots), SlotSampling(temperature=0.8, top_p=0.9, top_k=40)
+    text = rng.integers(0, 320, 290).astype(np.int32)
+    lengths = [3, 130, 140, 126, 17, 260, 127, 40]
+
+    def steps(state, slot: int, *others: int):
+        outs = []
+        for _ in range(4):  # over the edge of a window of 128, at 126 and 127
+            state, out = stepped(model, state, slot, *others, uniform=0.7, want_logprobs=True)
+            outs.append([column[0] for column in out])
+        return outs
+
+    for length in lengths[: 3 if backend.name == "reference" else None]:
+        alone = steps(handed_over(model, model.init_state(), 0, text[:length], sampled), 0)
+        slot = num_slots - 1
+        state = handed_over(model, model.init_state(), slot, text[:length], sampled)
+        for other in range(num_slots - 1):
+            rules = SlotSampling(presence_penalty=1.0, logit_bias={7: 3.0}) if other % 2 else GREEDY
+            state = handed_over(model, state, other, rng.integers(0, 320, lengths[other]).astype(np.int32), rules)
+        together = steps(state, slot, *rng.permutation(num_slots - 1).tolist())
+        for a, b in zip(together, alone, strict=True):
+            for x, y in zip(a, b, strict=True):
+                np.testing.assert_array_equal(x, y)
+
+
+def test_a_whole_chunk_is_the_same_whatever_follows(backend: Backend, weights) -> None:
+    """So a reused prefix equals a fresh one, to the last bit."""
+    model = opened(backend, weights, num_slots=2, max_len=600)
+    size = model.caps.chunk_size
+    text = np.random.default_rng(0).integers(0, 320, 2 * size + 9).astype(np.int32)
+    fresh, outs = handed_over(model, model.init_state(), 0, text), []
+    for _ in range(3):
+        fresh, out = stepped(model, fresh, 0, want_logprobs=True)
+        outs.append(out)
+    state = handed_over(model, model.init_state(), 1, np.concatenate([text[: 2 * size], text[:5]]))
+    for _ in range(3):
+        state, _ = stepped(model, state, 1)
+    state = model.copy_slot(state, 1, 0, 2 * size)
+    for slot in (1, 0):
+        state, _ = model.extend(state, slot, text[2 * size : -1], 2 * size)
+        state = model.set_slot(state, slot, text, GREEDY)
+        for expected in outs:
+            state, got = stepped(model, state, slot, want_logprobs=True)
+            for a, b in zip(got, expected, strict=True):
+                np.testing.assert_array_equal(a, b)
+
+
+def test_sampling_follows_the_slots_rules(backend: Backend, weights) -> None:
+    """Against the sampler on the reference's logits; every slot has rules of its own, one a mask."""
+    model = opened(backend, weights, num_slots=4)
+    slots = [
+        SlotSampling(temperature=0.9, top_k=5, logit_bias={3: 2.0, 9: -50.0}),
+        SlotSampling(repetition_penalty=1.7, presence_penalty=0.5, frequency_penalty=0.25),
+        SlotSampling(temperature=1.5, top_p=0.8, min_p=0.01, frequency_penalty=1.0),
+        GREEDY,
+    ]
+    allowed = np.full((4, 10), 0xFFFFFFFF, np.uint32)
+    allowed[2] = 0x0F0F0F0F
+    prompts = [TOKENS[i : i + 8 + i] for i in range(4)]
+    state = model.init_state()
+    for slot, (prompt, rules) in enumerate(zip(prompts, slots, strict=True)):
+        state = handed_over(model, state, slot, prompt, rules)
+    texts, rng = [prompt.tolist() for prompt in prompts], np.random.default_rng(0)
+    for _ in range(6):
+        uniform = rng.random(4).astype(np.float32)
+        state, handle = model.decode(state, only(4, 0, 1, 2, 3), uniform, allowed=allowed)
+        tokens = model.fetch(handle).tokens
+        for slot, (text, prompt, rules) in enumerate(zip(texts, prompts, slots, strict=True)):
+            logits = forward(weights, text)[-1]
+            assert tokens[slot] == expected_token(
+                logits, rules, prompt, text[len(prompt) :], allowed[slot], uniform[slot]
+            )
+            text.append(int(tokens[slot]))
+        assert (allowed[2][tokens[2] // 32] >> (tokens[2] % 32)) & 1
+
+
+def test_logits_that_are_not_finite_give_no_token(backend: Backend, tmp_path: Path) -> None:
+    """And the slot is as good as new for the next request."""
+    path = write_tiny(tmp_path / "m", num_hidden_layers=2)
+    weights = load_weights(str(path))
+
+    class Broken(QuantizedWeights):
+        def __getitem__(self, name: str):
+            weight = super().__getitem__(name)
+            if name == "model.embed_tokens.weight":
+                weight = weight.copy()
+                weight[7] = np.nan
+            return weight
+
+    model = opened(backend, Broken(weights, lambda _: None), num_slots=2)
+    state = handed_over(model, model.init_state(), 0, np.array([3, 7, 4], np.int32))
+    state, (tokens, *_) = stepped(model, state, 0)
+    assert tokens == [-1]
+    state, (tokens, *_) = stepped(model, state, 0)
+    state = handed_over(model, state, 0, TOKENS[:1])
+    state, (tokens, *_) = stepped(model, state, 0)
+    assert tokens == [forward(weights, TOKENS[:1].tolist())[-1].argmax()]
+
+
+def test_nothing_is_compiled_after_warmup(backend: Backend, weights) -> None:
+    model = opened(backend, weights, num_slots=3, max_len=200)
+    state = model.warmup(model.init_state())
+    before = model.stats()
+    assert before.num_bytes >= 0
+    for slot, rules in enumerate([GREEDY, SlotSampling(temperature=1.0, top_k=3), SlotSampling(presence_penalty=1.0)]):
+        state = handed_over(model, state, slot, TOKENS[: 5 + 7 * slot], rules)
+    state = model.copy_slot(state, 0, 1, 4)
+    for slots in ([0], [0, 1, 2]):
+        for want in (False, True):
+            state, _ = stepped(model, state, *slots, uniform=0.5, want_logprobs=want)
+            words = np.full((3, 10), 0xFFFFFFFF, np.uint32)
+            state, _ = stepped(model, state, *slots, uniform=0.5, allowed=words, want_logprobs=want)
+    assert model.stats() == before
+    model.close()
+
+
+def test_memory(backend: Backend) -> None:
+    memory = backend.memory("cpu")
+    assert 0 < memory.free <= memory.total
+    with pytest.raises(BackendError, match="device='moon'"):
+        backend.memory("moon")
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
@@ -97,8 +299,6 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
     highest = logits.max(axis=-1, keepdims=True)
     return logits - highest - np.log(np.exp(logits - highest).sum(axis=-1, keepdims=True))
 
-
-WINDOWS = [{}, {"architectures": ["MistralForCausalLM"], "sliding_window": 8}]
 
 # Each run with its parent, in an order that mixes roots and children.
 TREE = [(11, 20, None), (5, 6, None), (20, 25, 0), (2, 12, 1), (30, 31, 0), (25, 30, None)]
@@ -140,21 +340,24 @@ def test_runs_are_scored_as_if_each_stood_alone(backend: Backend, changes: dict,
         np.testing.assert_allclose(np.concatenate([first[0].logprobs, second[0].logprobs]), whole, atol=5e-5)
 
 
-@pytest.mark.parametrize("changes", [{}, {"architectures": ["MistralForCausalLM"], "sliding_window": 8}])
+@pytest.mark.parametrize("changes", WINDOWS)
 def test_int8_keys_and_values(backend: Backend, changes: dict, tmp_path: Path) -> None:
     """What a run wrote is attended on as it is stored, in one run as in single steps."""
     plain = load_weights(str(write_tiny(tmp_path / "m", num_hidden_layers=2, **changes)))
     model = opened(backend, plain, num_slots=2, kv_int8=True)
     assert model.caps.kv_dtype == "int8"
-    expected = forward(plain, TOKENS.tolist(), kv_int8=True)
-    exact = forward(plain, TOKENS.tolist())
     state, got = model.extend(model.init_state(), 1, TOKENS[:30], 0, want_logits=True)
-    for position in range(30, 40):
-        state, logits = model.decode(state, np.array([0, TOKENS[position]]), np.array([-1, position]))
-        got = np.concatenate([got, logits[1:]])
+    expected, exact = forward(plain, TOKENS[:30].tolist(), kv_int8=True), forward(plain, TOKENS[:30].tolist())
     # A key on the edge of two codes may fall either way in float32; that is far less than what int8 costs.
     assert np.abs(got - expected).mean() < 0.05 * np.abs(exact - expected).mean()
     assert np.abs(exact - expected).max() > 1e-3
+
+    state, text = model.set_slot(state, 1, TOKENS[:31], GREEDY), TOKENS[:31].tolist()
+    for _ in range(8):
+        state, (tokens, _, ids, logprobs) = stepped(model, state, 1, want_logprobs=True)
+        expected, exact = (log_softmax(forward(plain, text, kv_int8=int8)[-1])[ids[0]] for int8 in (True, False))
+        assert np.abs(logprobs[0] - expected).mean() < 0.1 * np.abs(exact - expected).mean()
+        text.append(int(tokens[0]))
 
 
 def test_what_is_said_of_a_model(backend: Backend, weights) -> None:
@@ -168,7 +371,7 @@ def test_what_is_said_of_a_model(backend: Backend, weights) -> None:
 
 
 def test_devices_that_are_not_there(backend: Backend, weights) -> None:
-    with pytest.raises(BackendError, match=r"device='moon'|runs on the cpu"):
+    with pytest.raises(BackendError, match="device='moon'"):
         backend.open_model(weights, ModelOptions(device="moon"))
 
 

@@ -1,6 +1,6 @@
 """The plugin behind ``--backend gpu``. torch is imported when it is first needed."""
 
-from llmq.backends.base import InferenceModel, ModelOptions, Probe
+from llmq.backends.base import InferenceModel, Memory, ModelOptions, Probe
 from llmq.checkpoint.loader import ModelWeights
 
 
@@ -21,6 +21,12 @@ class GPUBackend:
         from llmq.backends.gpu.device import has_cuda
 
         return has_cuda()
+
+    def memory(self, device: str | None) -> Memory:
+        """See `base.Backend.memory`."""
+        from llmq.backends.gpu.device import memory
+
+        return memory(device)
 
     def open_model(self, weights: ModelWeights, options: ModelOptions) -> InferenceModel:
         """See `base.Backend.open_model`."""

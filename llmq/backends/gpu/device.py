@@ -4,7 +4,8 @@ from typing import Any
 
 import torch
 
-from llmq.backends.base import ComputeType, ModelOptions, Probe
+from llmq.backends.base import ComputeType, Memory, ModelOptions, Probe
+from llmq.backends.host import host_memory
 from llmq.errors import BackendError
 
 DTYPES: dict[ComputeType, torch.dtype] = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -35,6 +36,25 @@ def choose_device(options: ModelOptions) -> tuple[torch.device, ComputeType]:
     if device.type == "cuda" and not has_cuda():
         raise BackendError(f"device={name!r}: this torch ({torch.__version__}) finds no CUDA device; use --device cpu.")
     return device, options.dtype or "bfloat16"
+
+
+def memory(name: str | None) -> Memory:
+    """How much a model may take.
+
+    Args:
+        name: As in `ModelOptions.device`.
+
+    Returns:
+        Of the device.
+
+    Raises:
+        BackendError: The named device is not there.
+    """
+    device, _ = choose_device(ModelOptions(device=name))
+    if device.type == "cpu":
+        return host_memory()
+    free, total = torch.cuda.mem_get_info(device)
+    return Memory(total, free)
 
 
 def has_cuda() -> bool:

@@ -1,23 +1,24 @@
 """The decoder in torch, top-down. Quantization shows in `Embedding` and in `linear`, nowhere else.
 
-Shape letters: M tokens of this call, T positions of the cache, S slots, L layers, D hidden,
-H heads, K kv heads, R = H / K, h head size, V vocabulary.
+Shape letters: M tokens of this call, T positions, D hidden, H heads, K kv heads, h head size,
+V vocabulary.
 """
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from llmq.backends.gpu.attention import Place
 from llmq.backends.gpu.linear import Linear, make_linear, to_tensor
 from llmq.checkpoint.loader import ModelWeights
-from llmq.model.config import ModelConfig
 from llmq.model.names import EMBEDDING, FINAL_NORM, LM_HEAD, layer_prefix
 from llmq.model.rotary import rotary_tables
-from llmq.quant import QTensor, dequantize, quantize_vectors
+from llmq.quant import QTensor, dequantize
 
 
 class Embedding:
@@ -54,6 +55,15 @@ class Embedding:
         rows = QTensor(table.values[tokens_M], table.scale[tokens_M], zero, table.num_bits)
         return dequantize(rows, str(self._dtype).removeprefix("torch."))
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the table as it is held."""
+        if isinstance(self._weight, Tensor):
+            return self._weight.nbytes
+        return sum(
+            part.nbytes for part in (self._weight.values, self._weight.scale, self._weight.zero) if part is not None
+        )
+
 
 class Layer:
     """One decoder layer.
@@ -89,72 +99,6 @@ class Layer:
         return [self.q, self.k, self.v, self.o, self.gate, self.up, self.down]
 
 
-class Cache:
-    """Keys and values of every slot, `[L, S, T, K, h]` each, in the compute type or as int8 codes.
-
-    Args:
-        config: The model.
-        num_slots: S.
-        max_len: T.
-        device: Where.
-        dtype: Type of what is stored; int8 adds a float32 scale `[L, S, T, K]` to each.
-    """
-
-    def __init__(
-        self, config: ModelConfig, num_slots: int, max_len: int, device: torch.device, dtype: torch.dtype
-    ) -> None:
-        shape = (config.num_layers, num_slots, max_len, config.num_kv_heads, config.head_dim)
-        self._stored = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(2)]
-        self._scales = [torch.zeros(shape[:-1], device=device) for _ in range(2)] if dtype is torch.int8 else []
-
-    def write(self, layer: int, slots_M: Tensor, rows_M: Tensor, *new_MKh: Tensor) -> None:
-        """Store the keys and values of tokens.
-
-        Args:
-            layer: Which layer.
-            slots_M: Slot of each token.
-            rows_M: Row of each token.
-            *new_MKh: Keys and values.
-        """
-        at = (layer, slots_M, rows_M)
-        for index, new in enumerate(new_MKh):
-            if self._scales:
-                self._stored[index][at], self._scales[index][at] = quantize_vectors(new)
-            else:
-                self._stored[index][at] = new
-
-    def read(self, layer: int, slots_B: Tensor, window: int) -> tuple[list[Tensor], list[Tensor]]:
-        """The first rows of some slots.
-
-        Args:
-            layer: Which layer.
-            slots_B: Which slots.
-            window: How many rows.
-
-        Returns:
-            Keys and values, `[B, K, T, h]`, and their scales, `[B, K, 1, T]`, if there are any.
-        """
-        stored = [part[layer, slots_B, :window].transpose(1, 2) for part in self._stored]
-        return stored, [part[layer, slots_B, :window].transpose(1, 2)[:, :, None] for part in self._scales]
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where the tokens of a call go, and which rows each sees.
-
-    Attributes:
-        slots_M: Slot of each token; a single one, or one token each of several.
-        rows_M: Row of the slot each is written to.
-        positions_M: Position of each token in its sequence.
-        visible_MT: Rows that each token sees, T up to the last row in use.
-    """
-
-    slots_M: Tensor
-    rows_M: Tensor
-    positions_M: Tensor
-    visible_MT: Tensor
-
-
 class Decoder:
     """The whole model.
 
@@ -167,6 +111,7 @@ class Decoder:
 
     def __init__(self, weights: ModelWeights, max_len: int, device: torch.device, dtype: torch.dtype) -> None:
         self.config = config = weights.config
+        self.device, self.dtype = device, dtype
         self.embedding = Embedding(weights[EMBEDDING], device, dtype)
         self.layers = [Layer(weights, index, device, dtype) for index in range(config.num_layers)]
         self.final_norm = norm_weight(weights, FINAL_NORM, device, dtype)
@@ -177,35 +122,39 @@ class Decoder:
             for table in rotary_tables(config, max_len)
         )
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the weights as they are held."""
+        linears = [*(linear for layer in self.layers for linear in layer.linears), self.head]
+        return self.embedding.num_bytes + sum(linear.num_bytes for linear in linears)
+
     def kernels(self) -> tuple[str, ...]:
         """How many linears, head included, run on which kernel."""
         linears = [*(linear for layer in self.layers for linear in layer.linears), self.head]
         counts = Counter(linear.kernel for linear in linears)
         return tuple(f"{count} of {len(linears)} linears: {kernel}" for kernel, count in counts.items())
 
-    def forward(self, tokens_M: Tensor, place: Place, cache: Cache) -> Tensor:
+    def forward(self, tokens_M: Tensor, positions_M: Tensor, place: Place) -> Tensor:
         """Run tokens through the layers, writing their keys and values.
 
         Args:
             tokens_M: Ids.
+            positions_M: Position of each token in its sequence.
             place: Where each goes and what it sees.
-            cache: Written first, then attended on.
 
         Returns:
             `[M, D]` before the final norm.
         """
         config = self.config
         x_MD = self.embedding(tokens_M)
-        cos_Mh, sin_Mh = self.cos_Th[place.positions_M][:, None], self.sin_Th[place.positions_M][:, None]
+        cos_Mh, sin_Mh = self.cos_Th[positions_M][:, None], self.sin_Th[positions_M][:, None]
         for index, layer in enumerate(self.layers):
             inner_MD = rms_norm(x_MD, layer.input_norm, config.norm_eps)
             q_MHh = self._heads(layer.q(inner_MD), layer.q_norm, cos_Mh, sin_Mh)
             k_MKh = self._heads(layer.k(inner_MD), layer.k_norm, cos_Mh, sin_Mh)
             v_MKh = layer.v(inner_MD).unflatten(-1, (-1, config.head_dim))
-            cache.write(index, place.slots_M, place.rows_M, k_MKh, v_MKh)
-            x_MD = x_MD + layer.o(attend(q_MHh, cache, index, place))
-            inner_MD = rms_norm(x_MD, layer.mlp_norm, config.norm_eps)
-            x_MD = x_MD + layer.down(F.silu(layer.gate(inner_MD)) * layer.up(inner_MD))
+            x_MD = x_MD + layer.o(place.attend(index, q_MHh, k_MKh, v_MKh))
+            x_MD = x_MD + self._mlp(layer, x_MD)
         return x_MD
 
     def logits(self, x_MD: Tensor) -> Tensor:
@@ -218,6 +167,23 @@ class Decoder:
             float32 `[M, V]`.
         """
         return self.head(rms_norm(x_MD, self.final_norm, self.config.norm_eps)).float()
+
+    def row_functions(self) -> list[tuple[int, Callable[[Tensor], Tensor]]]:
+        """What the model computes row by row: everything but attention; of like layers, one.
+
+        Returns:
+            Functions of `[M, features]`, each with its number of features.
+        """
+        like = {tuple((linear.kernel, linear.num_bytes) for linear in layer.linears): layer for layer in self.layers}
+        functions: list[tuple[int, Callable[[Tensor], Tensor]]] = [(self.config.hidden_size, self.logits)]
+        for layer in like.values():
+            functions += [(self.config.hidden_size, f) for f in (layer.q, layer.k, layer.v, partial(self._mlp, layer))]
+            functions.append((self.config.num_heads * self.config.head_dim, layer.o))
+        return functions
+
+    def _mlp(self, layer: Layer, x_MD: Tensor) -> Tensor:
+        inner_MD = rms_norm(x_MD, layer.mlp_norm, self.config.norm_eps)
+        return layer.down(F.silu(layer.gate(inner_MD)) * layer.up(inner_MD))
 
     def _heads(self, x: Tensor, norm: Tensor | None, cos_Mh: Tensor, sin_Mh: Tensor) -> Tensor:
         x_MHh = x.unflatten(-1, (-1, self.config.head_dim))
@@ -244,41 +210,3 @@ def rotate(x_MHh: Tensor, cos_Mh: Tensor, sin_Mh: Tensor) -> Tensor:
     first, second = x_MHh.float().chunk(2, dim=-1)
     turned = torch.cat([-second, first], dim=-1)
     return (x_MHh.float() * cos_Mh + turned * sin_Mh).to(x_MHh.dtype)
-
-
-def attend(q_MHh: Tensor, cache: Cache, layer: int, place: Place) -> Tensor:
-    """Grouped-query attention of each token on its slot's cache.
-
-    Args:
-        q_MHh: Queries.
-        cache: Keys and values.
-        layer: Which layer's.
-        place: Slot of each query, and which rows it sees.
-
-    Returns:
-        `[M, H * h]`.
-    """
-    num_tokens, num_heads, head_dim = q_MHh.shape
-    slots_M, visible_MT = place.slots_M, place.visible_MT
-    if num_tokens > 1 and bool((slots_M == slots_M[0]).all()):  # tokens of one slot share its keys
-        q_BHMh, mask = q_MHh.transpose(0, 1)[None], visible_MT[None, None]
-        slots_M = slots_M[:1]
-    else:
-        q_BHMh, mask = q_MHh[:, :, None], visible_MT[:, None, None]
-    (k_BKTh, v_BKTh), scales = cache.read(layer, slots_M, visible_MT.shape[1])
-    if scales:
-        out_BHMh = _attend_int8(q_BHMh, k_BKTh, v_BKTh, scales[0], scales[1], mask)
-    else:
-        out_BHMh = F.scaled_dot_product_attention(q_BHMh, k_BKTh, v_BKTh, attn_mask=mask, enable_gqa=True)
-    return out_BHMh.transpose(1, 2).reshape(num_tokens, num_heads * head_dim)
-
-
-def _attend_int8(
-    q_BHMh: Tensor, k_BKTh: Tensor, v_BKTh: Tensor, k_scale_BK1T: Tensor, v_scale_BK1T: Tensor, mask: Tensor
-) -> Tensor:
-    """Attention on codes: their scales multiply scores and probabilities, softmax in float32."""
-    num_kv_heads, dtype = k_BKTh.shape[1], q_BHMh.dtype
-    q_BKRMh = q_BHMh.unflatten(1, (num_kv_heads, -1)) * q_BHMh.shape[-1] ** -0.5
-    scores = torch.einsum("bkrmh,bkth->bkrmt", q_BKRMh, k_BKTh.to(dtype)).float() * k_scale_BK1T[:, :, None]
-    probs = scores.masked_fill(~mask[:, :, None], -torch.inf).softmax(dim=-1) * v_scale_BK1T[:, :, None]
-    return torch.einsum("bkrmt,bkth->bkrmh", probs.to(dtype), v_BKTh.to(dtype)).flatten(1, 2)

@@ -1,0 +1,239 @@
+"""The key/value cache, and attention on it. Write first, then attend on what was stored.
+
+A call is a `RunPlace`, tokens of one slot that share its keys, or a `StepPlace`, one token each of several
+slots. What a row of a step is computed from does not depend on the others: each attends on a
+window of its slot whose size follows from its own position, and rows of one window are computed
+by one kernel from the slots in place.
+
+Shape letters: M tokens of a run, B rows of a step, T rows of a slot, S slots, L layers, H heads,
+K kv heads, R = H / K, h head size.
+"""
+
+import itertools
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from llmq.model.config import ModelConfig
+from llmq.quant import quantize_vectors
+
+#: The smallest window of a step; others double it.
+_MIN_WINDOW = 128
+
+
+class Cache:
+    """Keys and values of every slot, `[L, S, K, T, h]` each, in the compute type or as int8 codes.
+
+    Args:
+        config: The model.
+        num_slots: S.
+        max_len: T.
+        device: Where.
+        dtype: Type of what is stored; int8 adds a float32 scale `[L, S, K, T]` to each.
+        compute_dtype: Type of queries.
+
+    Attributes:
+        stored: Keys and values.
+        scales: Of keys and values, or nothing.
+        num_repeats: Heads that share keys, R.
+        sliding_window: Positions a token sees back, itself included; None sees all.
+        compute_dtype: Type of queries.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_slots: int,
+        max_len: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        compute_dtype: torch.dtype,
+    ) -> None:
+        shape = (config.num_layers, num_slots, config.num_kv_heads, max_len, config.head_dim)
+        self.stored = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(2)]
+        self.scales = [torch.zeros(shape[:-1], device=device) for _ in range(2)] if dtype is torch.int8 else []
+        self.num_repeats = config.num_heads // config.num_kv_heads
+        self.sliding_window = config.sliding_window
+        self.compute_dtype = compute_dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        return self.stored[0].device
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of everything stored."""
+        return sum(part.nbytes for part in self._parts)
+
+    @property
+    def _parts(self) -> list[Tensor]:
+        return [*self.stored, *self.scales]
+
+    def window(self, position: int) -> int:
+        """How many rows a step at a position attends on: a power of two, or all."""
+        window = max(_MIN_WINDOW, 1 << position.bit_length())
+        return min(window, self.stored[0].shape[3])
+
+    def copy(self, source: int, target: int, num_tokens: int) -> None:
+        """Copy the first rows of a slot to another."""
+        for part in self._parts:
+            part[:, target, :, :num_tokens] = part[:, source, :, :num_tokens]
+
+    def clear(self, slot: int, start: int) -> None:
+        """Write zeros from a row of a slot on."""
+        for part in self._parts:
+            part[:, slot, :, start:] = 0
+
+    def write(self, at: tuple[Any, ...], *new: Tensor) -> None:
+        """Store keys and values.
+
+        Args:
+            at: Layer, slot, head and row.
+            *new: Keys and values in the shape that `at` selects.
+        """
+        for index, vectors in enumerate(new):
+            if self.scales:
+                self.stored[index][at], self.scales[index][at] = quantize_vectors(vectors)
+            else:
+                self.stored[index][at] = vectors
+
+    def attend(self, q_BKMh: Tensor, layer: int, slots: slice, window: int, mask: Tensor) -> Tensor:
+        """Attention on the first rows of neighbouring slots, in place.
+
+        Args:
+            q_BKMh: Queries of each slot; those of the heads that share keys may stand behind one another.
+            layer: Which layer's keys and values.
+            slots: B slots.
+            window: How many rows.
+            mask: 0 where a query sees a row, -inf elsewhere; broadcasts to `[B, K, M, window]`.
+
+        Returns:
+            Like the queries.
+        """
+        at = (layer, slots, slice(None), slice(window))
+        k_BKTh, v_BKTh = (part[at] for part in self.stored)
+        if not self.scales:
+            return F.scaled_dot_product_attention(q_BKMh, k_BKTh, v_BKTh, attn_mask=mask)
+        k_scale_BKT, v_scale_BKT = (part[at] for part in self.scales)
+        return _attend_int8(q_BKMh, k_BKTh, v_BKTh, k_scale_BKT, v_scale_BKT, mask)
+
+
+def _attend_int8(
+    q_BKMh: Tensor, k_BKTh: Tensor, v_BKTh: Tensor, k_scale_BKT: Tensor, v_scale_BKT: Tensor, mask: Tensor
+) -> Tensor:
+    """Attention on codes: their scales multiply scores and probabilities, softmax in float32."""
+    dtype = q_BKMh.dtype
+    q_BKMh = q_BKMh * q_BKMh.shape[-1] ** -0.5
+    scores_BKMT = (q_BKMh @ k_BKTh.to(dtype).mT).float() * k_scale_BKT[:, :, None] + mask
+    probs_BKMT = scores_BKMT.softmax(dim=-1) * v_scale_BKT[:, :, None]
+    return probs_BKMT.to(dtype) @ v_BKTh.to(dtype)
+
+
+class Place(Protocol):
+    """Where the tokens of a call go, and what each sees."""
+
+    def attend(self, layer: int, q_MHh: Tensor, k_MKh: Tensor, v_MKh: Tensor) -> Tensor:
+        """Store the tokens' keys and values, then attend.
+
+        Args:
+            layer: Which layer.
+            q_MHh: Queries.
+            k_MKh: Keys.
+            v_MKh: Values.
+
+        Returns:
+            `[M, H * h]`.
+        """
+        ...
+
+
+class RunPlace:
+    """Tokens written behind one another into a slot.
+
+    Args:
+        cache: Keys and values.
+        slot: Which slot.
+        start: Row of the first token.
+        visible_MT: Rows that each token sees, T up to the last token's.
+    """
+
+    def __init__(self, cache: Cache, slot: int, start: int, visible_MT: Tensor) -> None:
+        self._cache, self._slots = cache, slice(slot, slot + 1)
+        self._rows, self._end = slice(start, visible_MT.shape[1]), visible_MT.shape[1]
+        self._mask = _additive(visible_MT, cache.compute_dtype).repeat(cache.num_repeats, 1)
+
+    def attend(self, layer: int, q_MHh: Tensor, k_MKh: Tensor, v_MKh: Tensor) -> Tensor:
+        """See `Place.attend`."""
+        at = (layer, self._slots, slice(None), self._rows)
+        self._cache.write(at, k_MKh.transpose(0, 1)[None], v_MKh.transpose(0, 1)[None])
+        num_tokens, num_kv_heads, _ = k_MKh.shape
+        q_KMh = q_MHh.transpose(0, 1).reshape(num_kv_heads, -1, q_MHh.shape[-1])  # the R heads of a key in turn
+        out_KMh = self._cache.attend(q_KMh[None], layer, self._slots, self._end, self._mask)[0]
+        return out_KMh.reshape(-1, num_tokens, q_MHh.shape[-1]).transpose(0, 1).reshape(num_tokens, -1)
+
+
+class StepPlace:
+    """One token for each of several slots.
+
+    Args:
+        cache: Keys and values.
+        slots: Ascending.
+        positions: Row of each slot's token.
+    """
+
+    def __init__(self, cache: Cache, slots: np.ndarray, positions: np.ndarray) -> None:
+        self._cache, self._num_rows = cache, len(slots)
+        self._at = (send(slots, cache.device), slice(None), send(positions, cache.device))
+        self._groups = [
+            _Group(cache, slots[rows], positions[rows], rows) for rows in _neighbours(cache, slots, positions)
+        ]
+
+    def attend(self, layer: int, q_MHh: Tensor, k_MKh: Tensor, v_MKh: Tensor) -> Tensor:
+        """See `Place.attend`. Rows beyond the slots are padding: nothing is stored, and what comes back is 0."""
+        self._cache.write((layer, *self._at), k_MKh[: self._num_rows], v_MKh[: self._num_rows])
+        q_MKRh = q_MHh.unflatten(1, (k_MKh.shape[1], -1))
+        outs = [self._cache.attend(q_MKRh[g.rows], layer, g.slots, g.window, g.mask) for g in self._groups]
+        out = outs[0] if len(outs) == 1 else torch.cat(outs)
+        return F.pad(out.flatten(1), (0, 0, 0, len(q_MHh) - self._num_rows))
+
+
+class _Group:
+    """Rows of a step whose slots are neighbours and whose windows are equal."""
+
+    def __init__(self, cache: Cache, slots: np.ndarray, positions: np.ndarray, rows: slice) -> None:
+        self.rows, self.slots = rows, slice(int(slots[0]), int(slots[-1]) + 1)
+        self.window = cache.window(int(positions[0]))
+        back = np.arange(self.window)
+        visible = back <= positions[:, None]
+        if cache.sliding_window:
+            visible &= positions[:, None] - back < cache.sliding_window
+        self.mask = _additive(send(visible, cache.device), cache.compute_dtype)[:, None, None]
+
+
+def _neighbours(cache: Cache, slots: np.ndarray, positions: np.ndarray) -> list[slice]:
+    windows = np.array([cache.window(int(position)) for position in positions])
+    cuts = np.flatnonzero((np.diff(slots) != 1) | (np.diff(windows) != 0)) + 1
+    edges = [0, *cuts.tolist(), len(slots)]
+    return [slice(*edge) for edge in itertools.pairwise(edges)]
+
+
+def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -torch.inf)
+
+
+def send(array: np.ndarray, device: torch.device) -> Tensor:
+    """A NumPy array on a device, without waiting for it.
+
+    Args:
+        array: Small.
+        device: Where.
+
+    Returns:
+        The tensor.
+    """
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

@@ -1,0 +1,216 @@
+"""`base.Calibrator` in torch: whole sequences through one block at a time, without any padding.
+
+Results do not depend on the number of threads: each thread computes whole chunks of sequences on
+its own, and second moments are summed in a fixed order.
+
+Shape letters: M tokens of a chunk, D hidden, I input features of a linear, h head size, V vocabulary.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TypeVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from llmq.backends.base import ModelOptions
+from llmq.backends.gpu.device import DTYPES, choose_device
+from llmq.backends.gpu.linear import to_tensor
+from llmq.backends.gpu.model import Embedding, norm_weight, rms_norm, rotate
+from llmq.checkpoint.loader import ModelWeights
+from llmq.model.names import EMBEDDING, FINAL_NORM, LM_HEAD
+from llmq.model.rotary import rotary_tables
+from llmq.quant import QTensor, dequantize
+
+#: Tokens computed together, unless one sequence is longer.
+_CHUNK_TOKENS = 2048
+
+#: Partial sums of second moments. Fixed, because the order of addition must not depend on threads.
+_NUM_LANES = 4
+
+#: Rows of logits compared at once.
+_HEAD_ROWS = 256
+
+Block = Mapping[str, "np.ndarray | QTensor"]
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Some whole sequences, one behind the other.
+
+    Attributes:
+        bounds: Where each begins, and where the last ends.
+        hidden_MD: The residual stream.
+        inputs_MI: What the linears of the stage read.
+    """
+
+    bounds: tuple[int, ...]
+    hidden_MD: Tensor
+    inputs_MI: Tensor
+
+
+Stream = list[Chunk]
+
+
+class TorchCalibrator:
+    """See `base.Calibrator`.
+
+    Args:
+        weights: The model; only what lies outside the blocks is read.
+        options: Device, compute type and the longest sequence.
+    """
+
+    def __init__(self, weights: ModelWeights, options: ModelOptions, num_threads: int) -> None:
+        self._device, dtype = choose_device(options)
+        self._dtype = DTYPES[dtype]
+        self._config = config = weights.config
+        self._embedding = Embedding(weights[EMBEDDING], self._device, self._dtype)
+        self._final_norm = norm_weight(weights, FINAL_NORM, self._device, self._dtype)
+        self._head_VD = self._matrix(weights[EMBEDDING if config.tie_embeddings else LM_HEAD])
+        self._cos_Th, self._sin_Th = (
+            torch.from_numpy(np.concatenate([table, table], axis=-1)).to(self._device)
+            for table in rotary_tables(config, options.max_len)
+        )
+        self._num_threads = num_threads if self._device.type == "cpu" else 1
+        self._stages = (self._attention_in, self._attended, self._mlp_in, self._gated, self._out)
+
+    def start(self, sequences: Sequence[np.ndarray]) -> Stream:
+        """See `base.Calibrator.start`."""
+        return self._map(self._embed, _packed(sequences))
+
+    def advance(self, stream: Stream, block: Block, stage: int) -> Stream:
+        """See `base.Calibrator.advance`."""
+        tensors = {name: self._matrix(weight) for name, weight in block.items() if name in _READ[stage]}
+        return self._map(lambda chunk: self._stages[stage](chunk, tensors), stream)
+
+    def moments(self, left: Stream, right: Stream) -> np.ndarray:
+        """See `base.Calibrator.moments`."""
+        pairs = list(zip(left, right, strict=True))
+        lanes = self._map(_moments, [pairs[lane::_NUM_LANES] for lane in range(min(_NUM_LANES, len(pairs)))])
+        return np.sum(lanes, axis=0)
+
+    def divergence(self, baseline: Stream, stream: Stream) -> float:
+        """See `base.Calibrator.divergence`."""
+        parts = self._map(lambda pair: self._divergence(*pair), list(zip(baseline, stream, strict=True)))
+        return sum(parts) / sum(len(chunk.hidden_MD) for chunk in stream)
+
+    def _embed(self, sequences: list[np.ndarray]) -> Chunk:
+        bounds = np.cumsum([0, *map(len, sequences)]).tolist()
+        tokens_M = torch.from_numpy(np.concatenate(sequences).astype(np.int64)).to(self._device)
+        hidden_MD = self._embedding(tokens_M)
+        return Chunk(tuple(bounds), hidden_MD, hidden_MD[:0])
+
+    def _attention_in(self, chunk: Chunk, block: Mapping[str, Tensor]) -> Chunk:
+        norm_D = block["input_layernorm.weight"]
+        return replace(chunk, inputs_MI=rms_norm(chunk.hidden_MD, norm_D, self._config.norm_eps))
+
+    def _attended(self, chunk: Chunk, block: Mapping[str, Tensor]) -> Chunk:
+        config = self._config
+        q_MHh, k_MKh, v_MKh = (
+            _linear(block, f"self_attn.{name}_proj", chunk.inputs_MI).unflatten(-1, (-1, config.head_dim))
+            for name in "qkv"
+        )
+        parts = []
+        for first, last in pairwise(chunk.bounds):
+            cos_Mh, sin_Mh = self._cos_Th[: last - first, None], self._sin_Th[: last - first, None]
+            q, k = (
+                rotate(rms_norm(x[first:last], block.get(f"self_attn.{name}_norm.weight"), config.norm_eps), cos_Mh, sin_Mh)
+                for name, x in (("q", q_MHh), ("k", k_MKh))
+            )
+            parts.append(_attend(q, k, v_MKh[first:last], config.sliding_window))
+        return replace(chunk, inputs_MI=torch.cat(parts))
+
+    def _mlp_in(self, chunk: Chunk, block: Mapping[str, Tensor]) -> Chunk:
+        hidden_MD = chunk.hidden_MD + _linear(block, "self_attn.o_proj", chunk.inputs_MI)
+        norm_D = block["post_attention_layernorm.weight"]
+        return replace(chunk, hidden_MD=hidden_MD, inputs_MI=rms_norm(hidden_MD, norm_D, self._config.norm_eps))
+
+    def _gated(self, chunk: Chunk, block: Mapping[str, Tensor]) -> Chunk:
+        gate, up = (_linear(block, f"mlp.{name}_proj", chunk.inputs_MI) for name in ("gate", "up"))
+        return replace(chunk, inputs_MI=F.silu(gate) * up)
+
+    def _out(self, chunk: Chunk, block: Mapping[str, Tensor]) -> Chunk:
+        hidden_MD = chunk.hidden_MD + _linear(block, "mlp.down_proj", chunk.inputs_MI)
+        return replace(chunk, hidden_MD=hidden_MD, inputs_MI=hidden_MD[:0])
+
+    def _divergence(self, baseline: Chunk, chunk: Chunk) -> float:
+        total = 0.0
+        for pair in zip(baseline.hidden_MD.split(_HEAD_ROWS), chunk.hidden_MD.split(_HEAD_ROWS), strict=True):
+            ours, theirs = (
+                F.linear(rms_norm(x, self._final_norm, self._config.norm_eps), self._head_VD).float().log_softmax(-1)
+                for x in pair
+            )
+            total += float((ours.exp() * (ours - theirs)).sum(dtype=torch.float64))
+        return total
+
+    def _matrix(self, weight: np.ndarray | QTensor) -> Tensor:
+        dense = dequantize(weight) if isinstance(weight, QTensor) else weight
+        return to_tensor(dense).to(device=self._device, dtype=self._dtype)
+
+    @torch.inference_mode()
+    def _map(self, function: Callable[[T], R], items: Iterable[T]) -> list[R]:
+        """Apply to every item, each on one thread."""
+        before = torch.get_num_threads()
+
+        def alone(item: T) -> R:
+            torch.set_num_threads(1)
+            with torch.inference_mode():
+                return function(item)
+
+        try:
+            with ThreadPoolExecutor(self._num_threads) as pool:
+                return list(pool.map(alone, items))
+        finally:
+            torch.set_num_threads(before)
+
+
+#: Tensors of a block that each stage reads.
+_READ = (
+    {"input_layernorm.weight"},
+    {f"self_attn.{n}_{part}" for n in "qkv" for part in ("proj.weight", "proj.bias", "norm.weight")},
+    {"self_attn.o_proj.weight", "self_attn.o_proj.bias", "post_attention_layernorm.weight"},
+    {f"mlp.{n}_proj.{part}" for n in ("gate", "up") for part in ("weight", "bias")},
+    {"mlp.down_proj.weight", "mlp.down_proj.bias"},
+)
+
+
+def _packed(sequences: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
+    """Sequences in chunks of about `_CHUNK_TOKENS` tokens."""
+    chunks: list[list[np.ndarray]] = []
+    room = 0
+    for sequence in sequences:
+        if not chunks or len(sequence) > room:
+            chunks.append([])
+            room = _CHUNK_TOKENS
+        chunks[-1].append(sequence)
+        room -= len(sequence)
+    return chunks
+
+
+def _linear(block: Mapping[str, Tensor], name: str, x_MI: Tensor) -> Tensor:
+    return F.linear(x_MI, block[f"{name}.weight"], block.get(f"{name}.bias"))
+
+
+def _attend(q_THh: Tensor, k_TKh: Tensor, v_TKh: Tensor, window: int | None) -> Tensor:
+    """Causal attention within one sequence, `[T, H * h]`."""
+    q, k, v = (x.transpose(0, 1)[None] for x in (q_THh, k_TKh, v_TKh))
+    mask_TT = None
+    if window is not None and window < len(q_THh):
+        mask_TT = torch.ones(len(q_THh), len(q_THh), dtype=torch.bool, device=q.device).tril().triu(1 - window)
+    out_HTh = F.scaled_dot_product_attention(q, k, v, mask_TT, is_causal=mask_TT is None, enable_gqa=True)[0]
+    return out_HTh.transpose(0, 1).flatten(1)
+
+
+def _moments(pairs: Sequence[tuple[Chunk, Chunk]]) -> np.ndarray:
+    """Sum of outer products over tokens, `[I, I]` in float64."""
+    total = 0.0
+    for left, right in pairs:
+        total = total + (left.inputs_MI.float().T @ right.inputs_MI.float()).double()
+    return np.asarray(total.cpu())

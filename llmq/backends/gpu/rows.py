@@ -1,0 +1,44 @@
+"""How many rows a step computes, so that no row's bits depend on the others.
+
+A kernel may add up in another order for another number of rows, or for the last rows of a batch:
+a float32 product of 7 rows differs from one of 8, and its first rows from its last. So the layers
+are tried, once, with equal rows: a number of rows is *even* when all of them come out equal and equal to
+those of the other even numbers. A step is padded to the next even number.
+"""
+
+import torch
+
+from llmq.backends.gpu.model import Decoder
+
+#: How far beyond the number of slots an even number is looked for.
+_MARGIN = 16
+
+
+@torch.inference_mode()
+def row_counts(decoder: Decoder, num_slots: int) -> list[int]:
+    """How many rows to compute for every number of active slots.
+
+    Args:
+        decoder: The model.
+        num_slots: Slots at most.
+
+    Returns:
+        `num_slots` + 1 numbers, each at least its index. `num_slots` itself stands where no number
+        within reach is even.
+    """
+    beyond = range(num_slots, num_slots + _MARGIN)
+    largest, result = next(((n, r) for n in beyond if (r := _result(decoder, n))), (num_slots, None))
+    even = [n for n in range(1, largest) if result and _result(decoder, n) == result] + [largest]
+    return [next(n for n in even if n >= num_active) for num_active in range(num_slots + 1)]
+
+
+def _result(decoder: Decoder, count: int) -> list[bytes] | None:
+    """What the model makes of `count` equal rows, in bits; None when they come out different."""
+    rows = []
+    for num_features, function in decoder.row_functions():
+        x_F = torch.randn(num_features, generator=torch.Generator().manual_seed(0))
+        y = function(x_F.to(decoder.device, decoder.dtype).repeat(count, 1))
+        if not torch.equal(y, y[:1].expand_as(y)):
+            return None
+        rows.append(y[0].float().cpu().numpy().tobytes())
+    return rows
