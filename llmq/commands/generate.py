@@ -30,6 +30,9 @@ def generate(
     temperature: Annotated[float | None, typer.Option("--temperature", help="0 takes the most likely token. Default: the model's own, else 0.", show_default=False)] = None,
     top_p: Annotated[float | None, typer.Option("--top-p", help="Sample from the smallest set of this probability.", show_default=False)] = None,
     top_k: Annotated[int | None, typer.Option("--top-k", help="Sample from this many tokens; 0 takes all.", show_default=False)] = None,
+    min_p: Annotated[float | None, typer.Option("--min-p", help="Sample from tokens at least this likely, relative to the most likely one.", show_default=False)] = None,
+    repetition_penalty: Annotated[float | None, typer.Option("--repetition-penalty", help="Over 1 makes tokens that were there before less likely.", show_default=False)] = None,
+    stop: Annotated[list[str] | None, typer.Option("--stop", help="Text that ends an answer and is not part of it. Repeatable.", show_default=False)] = None,
     seed: Annotated[int | None, typer.Option("--seed", help="Of the sampling. Default: one from the operating system.", show_default=False)] = None,
     max_model_len: options.MaxModelLen = None,
     backend: options.BackendName = "auto",
@@ -54,7 +57,17 @@ def generate(
 
     weights = load_weights(model)
     tokenizer = Tokenizer.from_files(weights.reader.side_files(), weights.config)
-    params = _sampling(tokenizer, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
+    params = _sampling(
+        tokenizer,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        stop=tuple(stop or ()),
+        seed=seed,
+    )
     texts = [] if interactive else [prompt] if prompt is not None else _read_prompts(prompts_file)
     encode = (lambda text: tokenizer.encode_chat([{"role": "user", "content": text}])) if chat else tokenizer.encode
     prompts = [encode(text) for text in texts]
@@ -64,7 +77,8 @@ def generate(
     if not 0 < max_len <= context:
         raise ConfigError(f"max_model_len={max_len}: must be positive and at most the model's context, {context}.")
 
-    from llmq.engine.generate import Session, check_prompt
+    from llmq.engine.check import check_prompt
+    from llmq.engine.generate import Session
 
     for ids in prompts:
         check_prompt(ids, params, max_len, weights.config.vocab_size)
@@ -87,18 +101,16 @@ def _sampling(tokenizer: "Tokenizer", **given: Any) -> "SamplingParams":
     from llmq.engine.sampling import SamplingParams
 
     named = {key: value for key, value in given.items() if value is not None}
-    own = {} if "temperature" in named else dict(tokenizer.generation_defaults)
-    ignored = {key: own.pop(key) for key in list(own) if key not in SamplingParams.model_fields}
-    used = {key: value for key, value in own.items() if key not in named}
+    used = {key: value for key, value in tokenizer.generation_defaults.items() if key not in named}
     if used:
         say(f"sampling defaults of the model: {_listed(used)}")
-    if ignored:
-        say(f"sampling defaults of the model that llmq does not apply: {_listed(ignored)}")
     try:
         validated(SamplingParams, **used)
     except ConfigError as err:
-        raise ConfigError(f"generation_config.json: {str(err)[:-1]}; name your own, as in --temperature 0.") from err
-    return validated(SamplingParams, **{**own, **named})
+        raise ConfigError(
+            f"generation_config.json: {str(err)[:-1]}; name your own with the option of that name."
+        ) from err
+    return validated(SamplingParams, **{**used, **named})
 
 
 def _listed(values: dict[str, Any]) -> str:
@@ -142,7 +154,7 @@ def _answer(session: "Session", prompt: list[int], params: "SamplingParams", sta
     print(flush=True)
     if stats:
         done = session.last
-        rate = len(done.tokens) / done.decode_seconds if done.decode_seconds else 0.0
+        rate = (len(done.tokens) - 1) / done.decode_seconds if done.decode_seconds else 0.0
         seed = f", seed {done.seed}" if params.temperature else ""
         fresh = done.prompt_tokens - done.cached_tokens
         say(

@@ -26,6 +26,8 @@ _INITIAL_FUEL = 500_000
 _STEP_FUEL = 200_000
 _MAX_SYMBOLS = 100_000
 
+_MAX_REASON = 200
+
 
 class Matcher:
     """Follows one answer through a grammar; `compile_grammar` makes one.
@@ -142,4 +144,5 @@ def _llguidance_tokenizer(tokenizer: Tokenizer) -> "LLTokenizer":
 
 
 def _reason(error: str) -> str:
-    return " ".join(error.split()[:40]).removesuffix("<non-verbose/>").strip().rstrip(".") or "no reason given"
+    """The beginning of a message that may quote the whole grammar, as one line."""
+    return " ".join(error.removesuffix("<non-verbose/>")[:_MAX_REASON].split()).rstrip(".") or "no reason given"
