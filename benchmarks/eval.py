@@ -28,7 +28,7 @@ from llmq.backends.reference import reference_weight
 from llmq.backends.registry import select_backend
 from llmq.checkpoint.loader import ModelWeights, load_weights
 from llmq.evaluate.options import EvalOptions
-from llmq.evaluate.scoring import Limits, tokens_per_call
+from llmq.evaluate.packs import Limits, tokens_per_call
 from llmq.evaluate.tasks import TaskResults, load_tasks
 from llmq.model.tokenizer import Tokenizer
 

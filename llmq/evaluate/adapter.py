@@ -21,11 +21,11 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from llmq.backends.base import InferenceModel
 from llmq.checkpoint.reader import Progress, no_progress
-from llmq.engine.generate import Session
 from llmq.engine.sampling import SamplingParams
 from llmq.errors import ConfigError
 from llmq.evaluate.journal import Journal
-from llmq.evaluate.scoring import Answer, Limits, Request, Scorer, fit
+from llmq.evaluate.packs import Limits, Request, fit
+from llmq.evaluate.scoring import Answer, Scorer
 from llmq.model.config import ModelConfig
 from llmq.model.tokenizer import Tokenizer
 
@@ -204,6 +204,8 @@ class Adapter(TemplateLM):
         self.num_requests += len(requests)
         arguments: list[Any] = [request.args for request in requests]
         prompts = [self._prompt(text, wanted) for text, wanted in arguments]
+        from llmq.engine.generate import Session
+
         session = Session(self._model, self._tokenizer)
         seen: Counter[str] = Counter()
         texts: list[str] = []
@@ -238,7 +240,7 @@ class Adapter(TemplateLM):
         )
         return ids[-room:], params, [stop for stop in kwargs["until"] if stop]
 
-    def _generate(self, session: Session, prompt: list[int], params: SamplingParams, stops: list[str]) -> str:
+    def _generate(self, session: Any, prompt: list[int], params: SamplingParams, stops: list[str]) -> str:
         shown = ""
         for piece in session.generate(prompt, params):
             shown += piece

@@ -16,9 +16,9 @@ from llmq.evaluate.divergence import TOP_K, measure_divergence, open_baseline, w
 from llmq.evaluate.journal import Journal
 from llmq.evaluate.measured import Measured
 from llmq.evaluate.options import EvalOptions
+from llmq.evaluate.packs import Limits, tokens_per_call
 from llmq.evaluate.perplexity import measure_perplexity
 from llmq.evaluate.results import Results, check_writable, write_results
-from llmq.evaluate.scoring import Limits, tokens_per_call
 from llmq.evaluate.subject import Subject, files_sha256, find_subject
 from llmq.evaluate.windows import read_text
 
