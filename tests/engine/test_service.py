@@ -294,7 +294,7 @@ class TestRefused:
 
 
 class TestDeath:
-    @pytest.mark.parametrize("fault", [("extend", 2), ("decode", 0), ("decode", 9), ("fetch", 9), ("copy_slot", 0)])
+    @pytest.mark.parametrize("fault", [("extend", 1), ("decode", 0), ("decode", 9), ("fetch", 9), ("copy_slot", 0)])
     def test_every_request_fails_and_stays_failed(self, fault: tuple[str, int]) -> None:
         deaths = []
 
@@ -314,9 +314,9 @@ class TestDeath:
             service.on_death = deaths.append
             run(main())
             assert service.state == "dead"
-            assert isinstance(service.failure, DeviceLostError)
-            assert deaths == [service.failure]
         assert service.state == "dead"
+        assert isinstance(service.failure, DeviceLostError)
+        assert deaths == [service.failure]
 
     def test_while_warming_up(self) -> None:
         async def main() -> None:
