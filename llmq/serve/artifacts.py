@@ -2,6 +2,8 @@
 
 import hashlib
 import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from llmq.checkpoint.loader import ModelWeights, load_weights
@@ -21,14 +23,19 @@ def cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llmq" / "artifacts"
 
 
-def quantized(weights: ModelWeights, model: str, config: QuantizationConfig, progress: Progress) -> ModelWeights:
+def quantized(
+    weights: ModelWeights,
+    model: str,
+    config: QuantizationConfig,
+    progress: Callable[[], AbstractContextManager[Progress]],
+) -> ModelWeights:
     """A checkpoint as an artifact: the one in the cache, or a new one.
 
     Args:
         weights: The checkpoint; an artifact stays as it is.
         model: As the user named it.
         config: How to quantize it.
-        progress: Told of every tensor.
+        progress: Entered while tensors are converted; what it gives is told of each.
 
     Returns:
         The artifact's weights.
@@ -43,7 +50,8 @@ def quantized(weights: ModelWeights, model: str, config: QuantizationConfig, pro
     target = cache_directory() / f"{Path(model).stem}-{config.scheme}-{key[:16]}"
     if not target.exists():  # it is there as a whole or not at all: the writer renames
         target.parent.mkdir(parents=True, exist_ok=True)
-        convert(plan_conversion(model, config), target, progress=progress)
+        with progress() as report:
+            convert(plan_conversion(model, config), target, progress=report)
     return load_weights(str(target))
 
 

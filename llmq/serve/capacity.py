@@ -37,14 +37,12 @@ class Capacity:
         num_slots: Sequences held at once.
         max_len: Positions of each.
         weight_bytes: Estimate for the device.
-        kv_bytes: Of all keys and values.
         free_bytes: Before loading.
     """
 
     num_slots: int
     max_len: int
     weight_bytes: int
-    kv_bytes: int
     free_bytes: int
 
 
@@ -143,7 +141,7 @@ def plan_capacity(
     if slots * (length * each + slot_bytes) > room:
         way_out = f"at most --max-num-seqs {slots_of(length)}, or --max-model-len {context_of(slots)}"
         raise _too_large(f"max_num_seqs={slots} and max_model_len={length}", room, way_out)
-    return Capacity(slots, length, taken, slots * length * each, memory.free)
+    return Capacity(slots, length, taken, memory.free)
 
 
 def _too_large(what: str, room: int, way_out: str) -> ConfigError:

@@ -97,11 +97,11 @@ async def serve(
     http = _Uvicorn(config)
     service.start()
     serving = asyncio.create_task(http.serve(sockets=[sock]))
+    serving.add_done_callback(lambda _task: ending.put_nowait("signal"))  # it could not listen
     try:
-        while not http.started and not serving.done():
-            await asyncio.sleep(0.01)
-        on_ready()
+        announcing = asyncio.create_task(_announce(http, service, on_ready))
         status = await _end(server, service, ending, drain_timeout)
+        announcing.cancel()
         http.force_exit = status != 0
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -111,6 +111,13 @@ async def serve(
         if not service.stop():
             _log.warning("the engine did not stop in time")
     return status
+
+
+async def _announce(http: _Uvicorn, service: EngineService, on_ready: Callable[[], None]) -> None:
+    while not http.started or service.state == "starting":
+        await asyncio.sleep(0.01)
+    if service.state == "ready":
+        on_ready()
 
 
 async def _end(server: Server, service: EngineService, ending: "asyncio.Queue[str]", drain_timeout: float) -> int:

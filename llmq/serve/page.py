@@ -34,7 +34,7 @@ def _assembled() -> tuple[str, str]:
     html, style, script = ((static / name).read_text("utf-8") for name in ("page.html", "page.css", "page.js"))
     policy = (
         f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; connect-src 'self'; "
-        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
     )
     return html.replace("{{style}}", style).replace("{{script}}", script), policy
 

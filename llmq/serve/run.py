@@ -4,6 +4,7 @@ import asyncio
 import ipaddress
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -20,7 +21,7 @@ from llmq.errors import ConfigError
 from llmq.model.tokenizer import Tokenizer
 from llmq.serve.app import Server, ServerOptions
 from llmq.serve.artifacts import quantized
-from llmq.serve.capacity import Capacity, plan_capacity
+from llmq.serve.capacity import Capacity, bytes_per_token, plan_capacity
 from llmq.serve.lifecycle import listen, serve
 from llmq.serve.metrics import Metrics
 from llmq.serve.params import sampling_defaults
@@ -73,14 +74,20 @@ class ServeOptions(Frozen):
     quantization: QuantizationConfig | None = None
 
 
-def run(model: str, options: ServeOptions, *, tell: Callable[[str], None], progress: Progress) -> int:
+def run(
+    model: str,
+    options: ServeOptions,
+    *,
+    tell: Callable[[str], None],
+    progress: Callable[[], AbstractContextManager[Progress]],
+) -> int:
     """Serve a model until a signal.
 
     Args:
         model: An artifact, a checkpoint, or a hub id of either.
         options: How.
         tell: Told, line by line, what is served and where.
-        progress: Told of every tensor while a checkpoint is quantized.
+        progress: Entered while a checkpoint is quantized; what it gives is told of every tensor.
 
     Returns:
         The process's exit status.
@@ -113,10 +120,11 @@ def run(model: str, options: ServeOptions, *, tell: Callable[[str], None], progr
     server_options = ServerOptions(names, keys, options.max_body_bytes, options.request_timeout, options.cors_origin)
     server = Server(service, tokenizer, caps, metrics, server_options)
 
+    kv_bytes = caps.num_slots * caps.max_len * bytes_per_token(weights.config, caps.kv_dtype)
     tell(f"model     {', '.join(names)}: {weights.quantization.scheme if weights.quantization else 'not quantized'}")
     tell(f"backend   {plugin.name} on {caps.device}, {caps.dtype}")
     tell(
-        f"memory    {_gb(capacity.free_bytes)} were free; weights {_gb(capacity.weight_bytes)}, cache {_gb(capacity.kv_bytes)}"
+        f"memory    {_gb(capacity.free_bytes)} were free; weights {_gb(capacity.weight_bytes)}, cache {_gb(kv_bytes)}"
     )
     tell(f"cache     {caps.num_slots} slots of {caps.max_len} tokens in {caps.kv_dtype}")
     tell(
@@ -128,7 +136,6 @@ def run(model: str, options: ServeOptions, *, tell: Callable[[str], None], progr
         )
     host = f"[{options.host}]" if ":" in options.host else options.host
     url = f"http://{host}:{sock.getsockname()[1]}"
-    ready = "warming up; then answers" if options.warmup == "full" else "answers"
     try:
         return asyncio.run(
             serve(
@@ -136,7 +143,7 @@ def run(model: str, options: ServeOptions, *, tell: Callable[[str], None], progr
                 service,
                 sock,
                 drain_timeout=options.drain_timeout,
-                on_ready=lambda: tell(f"{ready} on {url}/v1, chat page on {url}/"),
+                on_ready=lambda: tell(f"ready     {url}/v1 answers, {url}/ is a chat page"),
             )
         )
     finally:

@@ -15,7 +15,7 @@ from llmq.serve.app import Server, ServerOptions
 from llmq.serve.lifecycle import listen, serve
 from llmq.serve.logs import log_to_stderr
 from llmq.serve.metrics import Metrics
-from tests.fake import FakeModel
+from tests.fake import FakeModel, echo, script
 from tests.tiny import byte_tokenizer_files, tiny_config
 
 MODEL = "fake"
@@ -43,6 +43,7 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--cors-origin", action="append", default=[])
     parser.add_argument("--step-seconds", type=float, default=0.002, help="what a step takes")
     parser.add_argument("--fault", help="METHOD:CALL that fails, as in decode:5")
+    parser.add_argument("--answer", type=Path, help="what it says, instead of the prompt again")
     parser.add_argument("--chat-template", type=Path, help="instead of the tokenizer's own")
     return parser.parse_args(arguments)
 
@@ -52,7 +53,9 @@ def build(given: argparse.Namespace) -> tuple[Server, EngineService]:
     files["chat_template.jinja"] = given.chat_template.read_bytes() if given.chat_template else TEMPLATE.encode()
     tokenizer = Tokenizer.from_files(files, ModelConfig.from_dict(tiny_config()))
     method, _, call = (given.fault or "").partition(":")
+    said = tokenizer.encode(given.answer.read_text())[1:] if given.answer else None
     model = FakeModel(
+        echo if said is None else script(*said),
         num_slots=given.max_num_seqs,
         max_len=given.max_model_len,
         step_seconds=given.step_seconds,
