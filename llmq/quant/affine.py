@@ -56,7 +56,8 @@ def quantize(weight_OI: Array, scheme: Scheme) -> QTensor:
     weight_OGg = flush(xp, weight_OGg)
     low_OG, high_OG = xp.min(weight_OGg, axis=-1), xp.max(weight_OGg, axis=-1)
     scale_OG, zero_OG, constant_OG = choose_scale_zero(low_OG, high_OG, scheme)
-    values_OGg = _choose_codes(xp, weight_OGg, scale_OG, zero_OG, constant_OG, scheme)
+    values_OGg = choose_codes(weight_OGg, scale_OG, zero_OG, scheme)
+    values_OGg = xp.where(constant_OG[..., None], xp.zeros_like(values_OGg), values_OGg)
     scale_dtype = dtype_of(xp, scheme.scale_dtype)
     return QTensor(
         values=xp.astype(xp.reshape(values_OGg, weight_OI.shape), xp.int8),
@@ -127,28 +128,35 @@ def choose_scale_zero(low_OG: Array, high_OG: Array, scheme: Scheme) -> tuple[Ar
     else:
         scale_OG = (high_OG - low_OG) * _float32(1.0 / num_steps)
     constant_OG = scale_OG < MIN_SCALE
-    scale_OG = _round(xp, xp.where(constant_OG, xp.ones_like(scale_OG), scale_OG), scheme)
+    scale_OG = round_scale(xp, xp.where(constant_OG, xp.ones_like(scale_OG), scale_OG), scheme)
     if scheme.symmetric:
         return scale_OG, None, constant_OG
     zero_OG = xp.where(constant_OG, low_OG, low_OG - scheme.qmin * scale_OG)
-    return scale_OG, _round(xp, flush(xp, zero_OG), scheme), constant_OG
+    return scale_OG, round_scale(xp, flush(xp, zero_OG), scheme), constant_OG
 
 
-def _choose_codes(
-    xp: Any, weight_OGg: Array, scale_OG: Array, zero_OG: Array | None, constant_OG: Array, scheme: Scheme
-) -> Array:
+def choose_codes(weight_OGg: Array, scale_OG: Array, zero_OG: Array | None, scheme: Scheme) -> Array:
     """The grid point nearest to each weight, ties to even, decided exactly.
 
     ``weight * (1 / scale)`` may be one off near a tie, and platforms divide differently; the
     residual ``d - q * scale`` tells on which side of the tie the weight truly lies.
+
+    Args:
+        weight_OGg: float32 `[..., g]`.
+        scale_OG: float32 `[...]`, representable in the type it is stored in.
+        zero_OG: Likewise; None when symmetric.
+        scheme: Width of the codes.
+
+    Returns:
+        Codes like `weight_OGg`, as floats.
     """
+    xp = aac.array_namespace(weight_OGg)
     offset = weight_OGg if zero_OG is None else weight_OGg - zero_OG[..., None]
     scale = scale_OG[..., None]
     guess = xp.clip(xp.round(offset * (1.0 / scale)), scheme.qmin, scheme.qmax)
     residual = offset - guess * scale
     guess = guess + step(xp, guess, residual, scale * 0.5)
-    codes = xp.clip(guess, scheme.qmin, scheme.qmax)
-    return xp.where(constant_OG[..., None], xp.zeros_like(codes), codes)
+    return xp.clip(guess, scheme.qmin, scheme.qmax)
 
 
 def step(xp: Any, guess: Array, residual: Array, half: Array) -> Array:
@@ -181,8 +189,17 @@ def flush(xp: Any, array: Array) -> Array:
     return xp.where(xp.abs(array) < MIN_NORMAL, xp.zeros_like(array), array)
 
 
-def _round(xp: Any, array: Array, scheme: Scheme) -> Array:
-    """`array` rounded half-to-even to the scheme's scale type, as float32."""
+def round_scale(xp: Any, array: Array, scheme: Scheme) -> Array:
+    """A scale or zero as it is stored.
+
+    Args:
+        xp: The array's namespace.
+        array: float32.
+        scheme: Its `scale_dtype` is rounded to, half to even.
+
+    Returns:
+        float32.
+    """
     return xp.astype(xp.astype(array, dtype_of(xp, scheme.scale_dtype)), xp.float32)
 
 

@@ -121,7 +121,9 @@ class TorchCalibrator:
         for first, last in pairwise(chunk.bounds):
             cos_Mh, sin_Mh = self._cos_Th[: last - first, None], self._sin_Th[: last - first, None]
             q, k = (
-                rotate(rms_norm(x[first:last], block.get(f"self_attn.{name}_norm.weight"), config.norm_eps), cos_Mh, sin_Mh)
+                rotate(
+                    rms_norm(x[first:last], block.get(f"self_attn.{name}_norm.weight"), config.norm_eps), cos_Mh, sin_Mh
+                )
                 for name, x in (("q", q_MHh), ("k", k_MKh))
             )
             parts.append(_attend(q, k, v_MKh[first:last], config.sliding_window))
