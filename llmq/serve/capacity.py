@@ -127,27 +127,26 @@ def plan_capacity(
             f"{_gb(smallest * each + slot_bytes)}; use a smaller model or scheme."
         )
     if max_len is None:
-        preferred = min(context, PREFERRED_CONTEXT)
         length = context_of(num_slots or default_slots)
         if num_slots is None:
-            length = max(length, min(preferred, context_of(1)))
+            length = max(length, min(context, PREFERRED_CONTEXT, context_of(1)))
         elif length < smallest:
-            raise _too_large(f"max_num_seqs={num_slots}", room, f"at most --max-num-seqs {slots_of(smallest)}")
+            raise _too_large(f"max_num_seqs={num_slots}", room, slots_of(smallest), 0)
     else:
         length = max_len
-    slots = min(default_slots, slots_of(length)) if num_slots is None else num_slots
-    if slots == 0:
-        raise _too_large(f"max_model_len={length}", room, f"at most --max-model-len {context_of(1)}")
-    if slots * (length * each + slot_bytes) > room:
-        way_out = f"at most --max-num-seqs {slots_of(length)}, or --max-model-len {context_of(slots)}"
-        raise _too_large(f"max_num_seqs={slots} and max_model_len={length}", room, way_out)
+    most = slots_of(length)
+    slots = min(default_slots, most) if num_slots is None else num_slots
+    if not 0 < slots <= most:
+        asked = f"max_model_len={length}" if num_slots is None else f"max_num_seqs={slots} and max_model_len={length}"
+        raise _too_large(asked, room, most, context_of(slots or 1))
     return Capacity(slots, length, taken, memory.free)
 
 
-def _too_large(what: str, room: int, way_out: str) -> ConfigError:
-    return ConfigError(
-        f"{what}: the cache exceeds the {_gb(room)} left for it; {way_out} fits, or --kv-cache-dtype int8."
-    )
+def _too_large(asked: str, room: int, num_slots: int, length: int) -> ConfigError:
+    """Names the slots, or the context, that would fit; 0 for what would not help."""
+    ways = [f"--max-num-seqs {num_slots}"] * bool(num_slots) + [f"--max-model-len {length}"] * bool(length)
+    largest = " or ".join(ways) or "--kv-cache-dtype int8, or less of both,"
+    return ConfigError(f"{asked}: the cache exceeds the {_gb(room)} left for it; at most {largest} fits.")
 
 
 def _gb(num_bytes: int) -> str:

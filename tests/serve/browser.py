@@ -50,7 +50,9 @@ class Browser:
 
     def resize(self, width: int, height: int) -> None:
         """Of the viewport."""
-        self.command("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        self.command(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False
+        )
 
     def command(self, name: str, **params: Any) -> Any:
         """Of the DevTools protocol."""
@@ -81,7 +83,13 @@ def browser(profile: str) -> Iterator[Browser]:
     """A headless Chromium for the time of a block."""
     port = free_port()
     process = subprocess.Popen(["chromedriver", f"--port={port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    arguments = ["--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu", f"--user-data-dir={profile}"]
+    arguments = [
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-dev-shm-usage",
+        "--disable-gpu",
+        f"--user-data-dir={profile}",
+    ]
     wanted = {"goog:chromeOptions": {"args": arguments}, "goog:loggingPrefs": {"browser": "ALL"}}
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as driver:
