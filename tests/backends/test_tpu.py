@@ -1,19 +1,23 @@
 """The JAX decoder against the NumPy reference, and the promises of `backends.base`."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
 from llmq.backends import base
-from llmq.backends.base import ModelOptions
+from llmq.backends.base import Memory, ModelOptions, Run
 from llmq.backends.reference import forward
 from llmq.backends.tpu import TPUBackend, device, infer
-from llmq.backends.tpu.infer import CHUNK_SIZES, JaxModel, chunks
+from llmq.backends.tpu.infer import JaxModel
 from llmq.backends.tpu.load import ACCELERATOR_LAYOUTS
+from llmq.backends.tpu.model import scores
+from llmq.backends.tpu.rows import CHUNK_SIZES, chunk_sizes
 from llmq.checkpoint.loader import ModelWeights, load_weights
 from llmq.config import SCHEMES, QuantizationConfig, Scheme
 from llmq.errors import BackendError
@@ -35,21 +39,19 @@ def model(tiny: ModelWeights) -> JaxModel:
     return open_model(tiny)
 
 
-def open_model(weights: ModelWeights) -> JaxModel:
-    return TPUBackend().open_model(weights, ModelOptions(device="cpu", num_slots=3, max_len=MAX_LEN))
+def open_model(weights: ModelWeights, **options: Any) -> JaxModel:
+    return TPUBackend().open_model(weights, ModelOptions(device="cpu", num_slots=3, max_len=MAX_LEN, **options))
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    wide = logits.astype(np.float64)
+    return wide - np.log(np.exp(wide).sum(axis=-1, keepdims=True))
 
 
 def logits_of(model: JaxModel, tokens: np.ndarray) -> np.ndarray:
     _, logits = model.extend(model.init_state(), 1, tokens, 0, want_logits=True)
     assert logits is not None
     return logits
-
-
-def decode_one(model: JaxModel, state: base.State, slot: int, position: int) -> tuple[base.State, np.ndarray]:
-    positions = np.full(3, -1)
-    positions[slot] = position
-    state, logits = model.decode(state, np.full(3, TOKENS[position]), positions)
-    return state, logits[slot]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -113,59 +115,78 @@ def test_a_run_in_chunks_equals_the_run_at_once(model: JaxModel) -> None:
     np.testing.assert_allclose(np.concatenate(parts), whole, rtol=0, atol=2e-5)
 
 
-def test_decode_continues_a_run(model: JaxModel) -> None:
-    whole, state = logits_of(model, TOKENS), model.init_state()
-    state, nothing = model.extend(state, 1, TOKENS[:290], 0)
-    assert nothing is None
-    for position in range(290, MAX_LEN):
-        state, logits = decode_one(model, state, 1, position)
-        np.testing.assert_allclose(logits, whole[position], rtol=0, atol=2e-5)
+@pytest.mark.parametrize("kv_int8", [False, True])
+def test_a_reused_prefix_equals_a_fresh_one(tiny: ModelWeights, kv_int8: bool) -> None:
+    model = open_model(tiny, kv_int8=kv_int8)
+    size = model.caps.chunk_size
+
+    def write(state: base.State, slot: int, tokens: np.ndarray, start: int = 0) -> tuple[base.State, np.ndarray]:
+        parts = []
+        for first in range(start, len(tokens), size):
+            state, logits = model.extend(state, slot, tokens[first : first + size], first, want_logits=True)
+            parts.append(logits)
+        return state, np.concatenate(parts)
+
+    _, fresh = write(model.init_state(), 1, TOKENS[:210])
+    state, _ = write(model.init_state(), 1, np.concatenate([TOKENS[: 2 * size], TOKENS[::-1][:150]]))
+    state, again = write(state, 1, TOKENS[:210], start=2 * size)
+    np.testing.assert_array_equal(again, fresh[2 * size :])
+    _, elsewhere = write(state, 2, TOKENS[:210])
+    np.testing.assert_array_equal(elsewhere, fresh)
 
 
-def test_other_slots_change_no_bit(model: JaxModel) -> None:
-    def run(others: bool) -> list[np.ndarray]:
-        state, rows = model.init_state(), []
-        if others:
-            state, _ = model.extend(state, 0, TOKENS[::-1][:200], 0)
-        state, logits = model.extend(state, 1, TOKENS[:20], 0, want_logits=True)
-        for step in range(3):
-            active = 200 + step if others else -1
-            state, out = model.decode(state, TOKENS[step : step + 3], np.array([active, 20 + step, -1]))
-            rows.append(out[1])
-        return [*rows, logits]
-
-    for alone, together in zip(run(others=False), run(others=True), strict=True):
-        np.testing.assert_array_equal(alone, together)
-
-
-def test_an_untouched_slot_keeps_its_cache(model: JaxModel) -> None:
-    state, _ = model.extend(model.init_state(), 1, TOKENS[:20], 0)
-    before = np.asarray(state.k_LSTKh[:, 1])
-    state, _ = model.decode(state, TOKENS[:3], np.array([0, -1, 0]))
-    state, _ = model.extend(state, 2, TOKENS[:5], 0)
-    np.testing.assert_array_equal(np.asarray(state.k_LSTKh[:, 1]), before)
-
-
-def test_a_reused_prefix_forgets_what_followed(model: JaxModel) -> None:
-    fresh = logits_of(model, TOKENS[:32])
-    state, _ = model.extend(model.init_state(), 1, TOKENS[:16], 0)
-    state, _ = model.extend(state, 1, TOKENS[100:250], 16)
-    _, again = model.extend(state, 1, TOKENS[16:32], 16, want_logits=True)
-    np.testing.assert_allclose(again, fresh[16:], rtol=0, atol=2e-5)
+def test_what_a_slot_held_is_forgotten_even_where_it_is_not_finite(model: JaxModel) -> None:
+    clean = logits_of(model, TOKENS[:40])
+    state = model.init_state()
+    cache = jax.tree.map(lambda stored: stored.at[:].set(np.nan), state.cache)
+    _, logits = model.extend(state._replace(cache=cache), 1, TOKENS[:40], 0, want_logits=True)
+    np.testing.assert_array_equal(logits, clean)
 
 
 def test_a_padded_chunk_writes_its_tokens_only(model: JaxModel) -> None:
     state, _ = model.extend(model.init_state(), 1, TOKENS, 0)
-    before = np.asarray(state.k_LSTKh)
+    before = np.asarray(state.cache.k_LSTKh)
     state, _ = model.extend(state, 1, TOKENS[280:290], 280)  # a chunk of 16 whose padding would reach 296
-    after = np.asarray(state.k_LSTKh)
+    after = np.asarray(state.cache.k_LSTKh)
     np.testing.assert_array_equal(after[:, :, :280], before[:, :, :280])
     np.testing.assert_array_equal(after[:, :, 290:], before[:, :, 290:])
 
 
+@pytest.mark.parametrize("window", [None, 20])
+def test_runs_that_continue_runs(window: int | None, tmp_path: Path) -> None:
+    changes = {"architectures": ["MistralForCausalLM"], "sliding_window": window} if window else {}
+    model = open_model(load_weights(str(write_tiny(tmp_path / "m", **changes))))
+    cuts = [(30, 60, None), (60, 160, None), (160, 170, 0), (170, 185, 1), (185, 200, None), (200, 215, 0)]
+    runs = [Run(TOKENS[a:b], TOKENS[a + 1 : b + 1] if a != 60 else None, parent) for a, b, parent in cuts]
+    state, _ = model.extend(model.init_state(), 1, TOKENS[:30], 0)
+    _, scores = model.score(state, 1, 30, runs)
+    assert scores[1] is None
+    for run, score in zip(runs, scores, strict=True):
+        if run.targets is None:
+            continue
+        parent = () if run.parent is None else runs[run.parent].tokens
+        alone = log_softmax(logits_of(model, np.concatenate([TOKENS[:30], parent, run.tokens]).astype(np.int32)))
+        rows = alone[-len(run.tokens) :]
+        np.testing.assert_allclose(score.logprobs, rows[range(len(rows)), run.targets], rtol=0, atol=2e-5)
+        np.testing.assert_array_equal(score.is_greedy, rows.argmax(axis=-1) == run.targets)
+
+
+def test_runs_without_targets_go_without_the_head(model: JaxModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def spy(dtype: str, params: Any, x_BND: jax.Array, target_BN: np.ndarray) -> Any:
+        seen.append(target_BN.shape[1])
+        return scores(dtype, params, x_BND, target_BN)
+
+    monkeypatch.setattr(infer, "scores", spy)
+    scored = Run(TOKENS[:10], TOKENS[1:11], parent=0)
+    model.score(model.init_state(), 0, 0, [Run(TOKENS[:120]), scored, Run(TOKENS[:60]), scored])
+    assert sum(seen) == 64
+
+
 @pytest.mark.parametrize("num_tokens", [*range(1, 140), 1000, 3000])
 def test_chunks_cover_a_run_with_little_padding(num_tokens: int) -> None:
-    cut = list(chunks(num_tokens))
+    cut = list(chunk_sizes(num_tokens))
     assert sum(count for _, count in cut) == num_tokens
     assert all(size in CHUNK_SIZES and 0 < count <= size for size, count in cut)
     assert all(size == count for size, count in cut[:-1])
@@ -201,9 +222,42 @@ def test_probe_tells_the_accelerator_apart() -> None:
     assert rows["accelerator"].usable == device.has_tpu_chip()
 
 
-def test_compiled_programs_follow_xdg(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert device.cache_directory() == tmp_path / "llmq" / "jax"
+def test_memory_is_that_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Chip:
+        platform = "tpu"
+
+        def memory_stats(self) -> dict[str, int]:
+            return {"bytes_limit": 16, "bytes_in_use": 5}
+
+    assert 0 < TPUBackend().memory("cpu").free < TPUBackend().memory("cpu").total
+    monkeypatch.setattr(device, "open_device", lambda _: Chip())
+    assert TPUBackend().memory("tpu") == Memory(total=16, free=11)
+
+
+START = """
+import sys
+from llmq.backends.base import ModelOptions
+from llmq.backends.tpu import TPUBackend
+from llmq.checkpoint.loader import load_weights
+model = TPUBackend().open_model(load_weights(sys.argv[1]), ModelOptions(device="cpu"))
+model.warmup(model.init_state())
+"""
+
+
+@pytest.mark.slow
+def test_a_second_start_finds_its_programs(tmp_path: Path) -> None:
+    path, programs = write_tiny(tmp_path / "model"), tmp_path / "xdg" / "llmq" / "jax"
+    unset = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
+
+    def start(**environment: str) -> set[Path]:
+        command = [sys.executable, "-c", START, str(path)]
+        subprocess.run(command, env={**unset, "XDG_CACHE_HOME": str(tmp_path / "xdg"), **environment}, check=True)
+        return set(programs.glob("*-cache"))
+
+    assert not start(JAX_COMPILATION_CACHE_DIR=str(tmp_path / "elsewhere"))
+    first = start()
+    assert {name.name.split("-")[0] for name in first} >= {"jit_forward", "jit_decode", "jit_take_sampled"}
+    assert start() == first
 
 
 def test_import_brings_neither_torch_nor_the_other_backend() -> None:

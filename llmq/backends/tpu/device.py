@@ -19,6 +19,7 @@ import jax
 import jax.monitoring
 
 from llmq.backends.base import Memory, Probe
+from llmq.backends.host import host_memory
 from llmq.backends.tpu.chips import has_tpu_chip
 from llmq.errors import BackendError
 
@@ -47,6 +48,8 @@ def configure() -> None:
         jax.config.update("jax_platforms", ",".join(_platforms()))
     if not jax.config.values["jax_compilation_cache_dir"] and _is_writable(cache_directory()):
         jax.config.update("jax_compilation_cache_dir", str(cache_directory()))
+        # JAX keeps only what took a second; a start waits for what took less as well.
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
 
 def _is_writable(directory: Path) -> bool:
@@ -101,18 +104,9 @@ def memory(name: str | None) -> Memory:
     """
     device = open_device(name)
     if device.platform == "cpu":
-        return _machine_memory()
+        return host_memory()
     stats = device.memory_stats()
     return Memory(stats["bytes_limit"], stats["bytes_limit"] - stats["bytes_in_use"])
-
-
-def _machine_memory() -> Memory:
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    report = Path("/proc/meminfo")
-    if not report.exists():
-        return Memory(total, total)
-    sizes = dict(line.split(":") for line in report.read_text().splitlines())
-    return Memory(total, 1024 * int(sizes["MemAvailable"].split()[0]))
 
 
 _num_compiles = 0

@@ -81,7 +81,8 @@ class JaxModel:
 
     def init_state(self) -> State:
         """See `base.InferenceModel.init_state`."""
-        return State(*self._init(), SlotRules(self.caps.num_slots))
+        cache, slots = self._init()
+        return State(cache, slots, SlotRules(self.caps.num_slots))
 
     def warmup(self, state: State) -> State:
         """See `base.InferenceModel.warmup`."""

@@ -252,10 +252,14 @@ def _attend(q_BNKRh: jax.Array, cache: Cache, index: jax.Array, place: Place, wi
     num_slots, num_tokens, num_kv_heads, num_repeats, head_dim = q_BNKRh.shape
     q_BNKRh = q_BNKRh * jnp.asarray(head_dim**-0.5, q_BNKRh.dtype)
     position_BN1 = place.position(place.row_BN)[:, :, None]
+    last_B1 = jnp.max(place.row_BN, axis=1, keepdims=True)
 
     def read(stored: Leaf, start: jax.Array) -> jax.Array:
         sizes = (1, num_slots, BLOCK, num_kv_heads, head_dim)[: stored.ndim]
-        return lax.dynamic_slice(stored, (index, place.slot, start, 0, 0)[: stored.ndim], sizes)[0]
+        block = lax.dynamic_slice(stored, (index, place.slot, start, 0, 0)[: stored.ndim], sizes)[0]
+        # What a slot held before may not be finite, and 0 times that is not 0.
+        held_Bt = start + jnp.arange(BLOCK) <= last_B1
+        return jnp.where(jnp.expand_dims(held_Bt, range(2, block.ndim)), block, 0)
 
     def read_scale(stored: Leaf | None, start: jax.Array) -> jax.Array | float:
         """Scales as `[B, K, 1, 1, t]`: they multiply scores and probabilities."""
