@@ -74,10 +74,9 @@ class TorchCalibrator:
         self._embedding = Embedding(weights[EMBEDDING], self._device, self._dtype)
         self._final_norm = norm_weight(weights, FINAL_NORM, self._device, self._dtype)
         self._head_VD = self._matrix(weights[EMBEDDING if config.tie_embeddings else LM_HEAD])
-        self._cos_Th, self._sin_Th = (
-            torch.from_numpy(np.concatenate([table, table], axis=-1)).to(self._device)
-            for table in rotary_tables(config, options.max_len)
-        )
+        cos, sin = rotary_tables(config, options.max_len)
+        self._cos_Th = torch.from_numpy(np.concatenate([cos, cos], axis=-1)).to(self._device)
+        self._sin_Th = torch.from_numpy(np.concatenate([-sin, sin], axis=-1)).to(self._device)
         self._num_threads = num_threads if self._device.type == "cpu" else 1
         self._stages = (self._attention_in, self._attended, self._mlp_in, self._gated, self._out)
 
