@@ -21,8 +21,12 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from llmq.backends.base import InferenceModel
 from llmq.checkpoint.reader import Progress, no_progress
+from llmq.config import validated
+from llmq.engine.engine import Engine, EngineLimits
+from llmq.engine.request import PromptDone
+from llmq.engine.request import Request as Prompt
 from llmq.engine.sampling import SamplingParams
-from llmq.errors import ConfigError
+from llmq.errors import BackendError, ConfigError
 from llmq.evaluate.journal import Journal
 from llmq.evaluate.packs import Limits, Request, fit
 from llmq.evaluate.scoring import Answer, Scorer
@@ -204,25 +208,24 @@ class Adapter(TemplateLM):
         self.num_requests += len(requests)
         arguments: list[Any] = [request.args for request in requests]
         prompts = [self._prompt(text, wanted) for text, wanted in arguments]
-        from llmq.engine.generate import Session
-
-        session = Session(self._model, self._tokenizer)
         seen: Counter[str] = Counter()
-        texts: list[str] = []
+        asked: dict[str, tuple[Prompt, list[str]]] = {}
         for prompt, params, stops in prompts:
-            key = _key((prompt, params.model_dump(), stops))
+            key = _key((prompt, params.model_dump(mode="json", exclude_defaults=True)))
             seen[key] += 1  # a task may ask the same several times, to sample several answers
             params = params.model_copy(update={"seed": self._seed + seen[key] - 1})
-            key = f"{key}/{seen[key]}"
-            text = self._journal.get(key)
-            if text is None:
-                text = self._generate(session, prompt, params, stops)
-                self._journal.add({key: text})
-            texts.append(text)
-            self._progress("answers", len(texts), len(prompts))
-        return texts
+            name = f"{key}/{seen[key]}"
+            asked[name] = Prompt(prompt, params, id=name), stops
+        texts = {name: text for name in asked if (text := self._journal.get(name)) is not None}
+        # Prompts that begin alike come one after the other: what they share is in the cache.
+        missing = sorted((asked[name][0] for name in asked if name not in texts), key=lambda request: request.prompt)
+        for name, tokens in _generate(self._model, self._tokenizer, missing):
+            texts[name] = postprocess_generated_text(self._tokenizer.decode(tokens), asked[name][1], None)
+            self._journal.add({name: texts[name]})
+            self._progress("answers", len(texts), len(asked))
+        return [texts[name] for name in asked]
 
-    def _prompt(self, text: str, wanted: dict[str, Any]) -> tuple[list[int], SamplingParams, list[str]]:
+    def _prompt(self, text: str, wanted: dict[str, Any]) -> tuple[tuple[int, ...], SamplingParams, list[str]]:
         kwargs: dict[str, Any] = dict(normalize_gen_kwargs(wanted, _MAX_GEN_TOKENS))
         max_tokens = kwargs["max_gen_toks"]
         room = self._max_length - max_tokens
@@ -232,21 +235,38 @@ class Adapter(TemplateLM):
             )
         ids = self.tok_encode(text)
         self.num_truncated += len(ids) > room
-        params = SamplingParams(
+        stops: list[str] = [stop for stop in kwargs["until"] if stop]
+        params = validated(
+            SamplingParams,
             max_tokens=max_tokens,
             temperature=kwargs.get("temperature", 1.0) if kwargs["do_sample"] else 0.0,
             top_p=kwargs.get("top_p", 1.0),
             top_k=kwargs.get("top_k", 0),
+            stop=tuple(stops),
         )
-        return ids[-room:], params, [stop for stop in kwargs["until"] if stop]
+        return tuple(ids[-room:]), params, stops
 
-    def _generate(self, session: Any, prompt: list[int], params: SamplingParams, stops: list[str]) -> str:
-        shown = ""
-        for piece in session.generate(prompt, params):
-            shown += piece
-            if any(stop in shown for stop in stops):
-                break
-        return postprocess_generated_text(self._tokenizer.decode(session.last.tokens), stops, None)
+
+def _generate(
+    model: InferenceModel, tokenizer: Tokenizer, requests: Sequence[Prompt]
+) -> Iterator[tuple[str, list[int]]]:
+    """Answer requests, as many at once as the model has slots: the id and the tokens of each that is done."""
+    running = Engine(model, tokenizer, EngineLimits(max_queue=len(requests)))
+    for request in requests:
+        running.check(request)
+        running.submit(request)
+    tokens: dict[str, list[int]] = {request.id: [] for request in requests}
+    while running.has_work:
+        for name, event in running.step():
+            if isinstance(event, PromptDone):
+                continue
+            tokens[name] += event.tokens
+            if event.finish_reason == "error":
+                raise BackendError(
+                    "generate_until: the model's logits are not finite; check its weights with llmq inspect --verify."
+                )
+            if event.finish_reason:
+                yield name, tokens.pop(name)
 
 
 def _key(request: Any) -> str:

@@ -14,76 +14,27 @@ likely tokens at every position. Then all other tokens count as one, of mass r_P
 
 with p_k the least of the kept probabilities, which none of the others exceeds, and q_min the
 model's least one outside them. The lower bound is the log-sum inequality; the upper bound is far
-from tight (see `TOP_K` for what is missing in practice). Both are reported.
+from tight (see `llmq.evaluate.baseline.TOP_K` for what is missing in practice). Both are reported.
 
 Shape letters: T positions of a window, V vocabulary.
 """
 
-import hashlib
-import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from llmq.backends.base import InferenceModel
-from llmq.checkpoint.layout import Entry
 from llmq.checkpoint.reader import Progress, no_progress
-from llmq.checkpoint.safetensors import StoredTensor, encode_header, flush_to_disk, read_header, write_array
-from llmq.errors import CheckpointError, ConfigError
+from llmq.errors import ConfigError
+from llmq.evaluate.baseline import BaselineFile
+from llmq.evaluate.journal import Journal
 from llmq.evaluate.measured import Measured, mean_over_windows
 from llmq.evaluate.predictions import Kept, Reader, Whole, log_softmax, pick, row_chunks
 from llmq.evaluate.results import Metric
 from llmq.evaluate.statistics import bootstrap_stderr
-from llmq.evaluate.windows import Window, Windows, check_fits, cut
+from llmq.evaluate.windows import Window, Windows, check_fits, cut, num_known
 from llmq.model.tokenizer import Tokenizer
-
-#: Tokens kept at every position of a baseline file, 8 bytes each. On SmolLM2-135M and WikiText-2 the
-#: mean KL of int8_per_channel and int4_blockwise then lacks 5 % and 4 %, the 99 % quantile 1 %; with
-#: 256 it is 12 % and 10 %, with 4096 still 1.5 % and 1 %.
-TOP_K = 1024
-
-#: Raised when a reader of the previous version would misread a new baseline file.
-FORMAT_VERSION = 1
-
-
-@dataclass(frozen=True, slots=True)
-class BaselineFile:
-    """Predictions of a baseline that are on disk; `open_baseline` makes one.
-
-    Attributes:
-        path: The file.
-        tensors: Where what lies in it.
-        fingerprint: What it was made from, and how.
-    """
-
-    path: Path
-    tensors: Mapping[str, StoredTensor]
-    fingerprint: Mapping[str, str]
-
-    def check(self, parts: Windows) -> None:
-        """Refuse predictions for another text or other windows.
-
-        Args:
-            parts: What is to be measured on.
-
-        Raises:
-            ConfigError: They differ.
-        """
-        _check_fingerprint(self, _text_fingerprint(parts))
-
-    def read(self, index: int) -> Kept:
-        """The predictions for a window.
-
-        Args:
-            index: Its place.
-
-        Returns:
-            What the file holds of it.
-        """
-        return Kept(*(self.tensors[_name(index, part)].read() for part in _PARTS))
 
 
 def measure_divergence(
@@ -95,6 +46,8 @@ def measure_divergence(
     window: int = 1024,
     stride: int | None = None,
     max_tokens: int | None = None,
+    group: str = "divergence",
+    journal: Journal | None = None,
     progress: Progress = no_progress,
 ) -> Measured:
     """Measure what a model says differently from a baseline.
@@ -107,12 +60,14 @@ def measure_divergence(
         window: Tokens the models see at once.
         stride: Tokens to score per window; None cuts the text without overlap.
         max_tokens: Take only so many tokens from the start; None takes all.
+        group: Stands before the names of the metrics.
+        journal: Holds what finished windows of the same text and baseline came to.
         progress: Told of every window, in tokens.
 
     Returns:
         Mean, median and 99 % quantile of the KL divergence in nats, the share of positions with the
         same most likely token, and the ratio of perplexities. With a file also
-        ``divergence/kl_mean_at_most``, see the module. Windows are the items of the means; the
+        ``kl_mean_at_most``, see the module. Windows are the items of the means; the
         errors of median and quantile are bootstrapped over windows.
 
     Raises:
@@ -123,11 +78,14 @@ def measure_divergence(
     check_fits(model, window)
     parts = cut(tokenizer, text, window=window, stride=stride, max_tokens=max_tokens)
     ours, predict = Reader(model), _predictor(baseline, parts, model.caps.vocab_size, window)
-    found: list[_WindowSums] = []
-    done = 0
-    for index, part in enumerate(parts.windows):
+    journal = Journal(None, {}) if journal is None else journal
+    known = num_known(parts.windows, lambda part: journal.get(f"{group} {part.name}") is not None)
+    found = [_WindowSums.known(journal.get(f"{group} {part.name}")) for part in parts.windows[:known]]
+    done = sum(len(part.targets) for part in parts.windows[:known])
+    for index, part in enumerate(parts.windows[known:], known):
         progress(part.name, done, parts.num_targets)
         found.append(_compare(part, ours, predict(index)))
+        journal.add({f"{group} {part.name}": found[-1].kept()})
         done += len(part.targets)
 
     kls = [row.kl for row in found]
@@ -135,154 +93,25 @@ def measure_divergence(
     kl_sums = np.array([kl.sum() for kl in kls])
     agreed = np.array([row.num_agreed for row in found], np.float64)
     losses = np.array([row.loss for row in found])
+    kl, top1, ratio = (f"{group}/{name}" for name in ("kl_mean", "top1_agreement", "perplexity_ratio"))
     figures = {
-        "divergence/kl_mean": mean_over_windows("divergence/kl_mean", kl_sums, sizes),
-        "divergence/top1_agreement": mean_over_windows(
-            "divergence/top1_agreement", agreed, sizes, higher_is_better=True
-        ),
-        "divergence/perplexity_ratio": mean_over_windows("divergence/perplexity_ratio", losses, sizes, link="exp"),
+        kl: mean_over_windows(kl, kl_sums, sizes),
+        top1: mean_over_windows(top1, agreed, sizes, higher_is_better=True),
+        ratio: mean_over_windows(ratio, losses, sizes, link="exp"),
     }
     if isinstance(baseline, BaselineFile):
-        name = "divergence/kl_mean_at_most"
+        name = f"{kl}_at_most"
         figures[name] = mean_over_windows(name, kl_sums + np.array([row.slack for row in found]), sizes)
     return Measured(
         metrics={
             **{name: metric for name, (metric, _) in figures.items()},
-            "divergence/kl_median": _quantile(kls, 0.5),
-            "divergence/kl_99": _quantile(kls, 0.99),
+            f"{group}/kl_median": _quantile(kls, 0.5),
+            f"{group}/kl_99": _quantile(kls, 0.99),
         },
         items={name: items for name, (_, items) in figures.items()},
         item_ids={name: [part.name for part in parts.windows] for name in figures},
-        counts={"divergence/windows": len(kls), "divergence/tokens": done},
+        counts={f"{group}/windows": len(kls), f"{group}/tokens": done},
     )
-
-
-def write_baseline(
-    path: Path,
-    model: InferenceModel,
-    tokenizer: Tokenizer,
-    text: str,
-    *,
-    model_sha256: str,
-    window: int = 1024,
-    stride: int | None = None,
-    max_tokens: int | None = None,
-    top_k: int = TOP_K,
-    progress: Progress = no_progress,
-) -> None:
-    """Write a baseline's predictions to a file, window by window.
-
-    Args:
-        path: A ``.safetensors`` file, created or replaced when all is computed.
-        model: The baseline, with room for a window.
-        tokenizer: Its tokenizer.
-        text: The text.
-        model_sha256: Names the baseline's weights; `open_baseline` asks for it again.
-        window: Tokens the model sees at once.
-        stride: Tokens to score per window; None cuts the text without overlap.
-        max_tokens: Take only so many tokens from the start; None takes all.
-        top_k: Tokens to keep at every position.
-        progress: Told of every window, in tokens.
-
-    Raises:
-        ConfigError: An option is out of range, or the text is shorter than one window.
-    """
-    if top_k < 1:
-        raise ConfigError(f"top_k={top_k}: must be positive; {TOP_K} is the default.")
-    check_fits(model, window)
-    parts = cut(tokenizer, text, window=window, stride=stride, max_tokens=max_tokens)
-    top_k = min(top_k, model.caps.vocab_size)
-    entries: dict[str, Entry] = {}
-    for index, part in enumerate(parts.windows):
-        for name, (dtype, is_row) in _PARTS.items():
-            shape = (len(part.targets), top_k) if is_row else (len(part.targets),)
-            entries[_name(index, name)] = (np.dtype(dtype), shape)
-    fingerprint = {"model": model_sha256, "vocab_size": str(model.caps.vocab_size), **_text_fingerprint(parts)}
-    metadata = {_VERSION: str(FORMAT_VERSION), _FINGERPRINT: json.dumps(fingerprint)}
-    staged = path.with_name(f".{path.name}.partial")
-    try:
-        with staged.open("wb") as file:
-            file.write(encode_header(entries, metadata))
-            reader, done = Reader(model), 0
-            for part in parts.windows:
-                progress(part.name, done, parts.num_targets)
-                kept = Kept.of(reader.logits(part), part.targets, top_k)
-                for name in _PARTS:
-                    write_array(file, getattr(kept, name))
-                done += len(part.targets)
-            flush_to_disk(file)
-        staged.replace(path)
-    finally:
-        staged.unlink(missing_ok=True)
-
-
-def open_baseline(path: Path, *, model_sha256: str, vocab_size: int) -> BaselineFile:
-    """Open a file of `write_baseline`.
-
-    Args:
-        path: The file.
-        model_sha256: Names the baseline's weights.
-        vocab_size: Of the model that is to be measured.
-
-    Returns:
-        Its predictions; none is in memory yet.
-
-    Raises:
-        ConfigError: It is not such a file, or holds the predictions of another model.
-    """
-    try:
-        tensors, metadata = read_header(path)
-        version, fingerprint = int(metadata[_VERSION]), json.loads(metadata[_FINGERPRINT])
-    except OSError as err:
-        raise ConfigError(f"{path}: cannot be read ({err.strerror or err}).") from err
-    except (CheckpointError, KeyError, ValueError, TypeError) as err:
-        raise ConfigError(f"{path}: is not a file of baseline predictions; {_MAKE_ANEW}.") from err
-    if version > FORMAT_VERSION:
-        raise ConfigError(
-            f"{path}: has format_version {version}, this llmq reads up to {FORMAT_VERSION}; {_MAKE_ANEW}."
-        )
-    baseline = BaselineFile(path, tensors, fingerprint)
-    _check_fingerprint(baseline, {"model": model_sha256, "vocab_size": str(vocab_size)})
-    return baseline
-
-
-_VERSION, _FINGERPRINT = "llmq_baseline_version", "llmq_baseline_fingerprint"
-
-_MAKE_ANEW = "remove it, and it is made anew"
-
-#: Tensors of a window -> their type, and whether they have a row of k for every position.
-_PARTS = {
-    "ids": (np.uint32, True),
-    "logprobs": (np.float32, True),
-    "rest": (np.float32, False),
-    "target_logprobs": (np.float32, False),
-}
-
-#: Field of a fingerprint -> what differs when it does.
-_MEANINGS = {
-    "model": "another model",
-    "vocab_size": "a model of another vocabulary",
-    "tokens": "another text, tokenizer or number of tokens",
-    "windows": "another window or stride",
-}
-
-
-def _name(index: int, part: str) -> str:
-    return f"windows.{index}.{part}"
-
-
-def _text_fingerprint(parts: Windows) -> dict[str, str]:
-    names = " ".join(f"{len(part.context)}+{part.name}" for part in parts.windows)
-    return {
-        "tokens": hashlib.sha256(parts.ids.astype("<i4").tobytes()).hexdigest(),
-        "windows": hashlib.sha256(names.encode()).hexdigest(),
-    }
-
-
-def _check_fingerprint(baseline: BaselineFile, expected: Mapping[str, str]) -> None:
-    for field, value in expected.items():
-        if baseline.fingerprint.get(field) != value:
-            raise ConfigError(f"{baseline.path}: holds the predictions for {_MEANINGS[field]}; {_MAKE_ANEW}.")
 
 
 class _WindowSums(NamedTuple):
@@ -292,6 +121,14 @@ class _WindowSums(NamedTuple):
     slack: float
     num_agreed: int
     loss: float
+
+    @classmethod
+    def known(cls, kept: Any) -> "_WindowSums":
+        kl, *rest = kept
+        return cls(np.array(kl), *rest)
+
+    def kept(self) -> tuple[list[float], float, int, float]:
+        return self.kl.tolist(), self.slack, self.num_agreed, self.loss
 
 
 def _predictor(

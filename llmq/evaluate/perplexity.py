@@ -14,10 +14,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from llmq.backends.base import InferenceModel
+from llmq.backends.base import InferenceModel, Run
 from llmq.checkpoint.reader import Progress, no_progress
+from llmq.evaluate.journal import Journal
 from llmq.evaluate.measured import Measured, mean_over_windows
-from llmq.evaluate.windows import Window, check_fits, cut
+from llmq.evaluate.windows import Window, check_fits, cut, num_known
 from llmq.model.tokenizer import Tokenizer
 
 
@@ -29,6 +30,7 @@ def measure_perplexity(
     window: int = 1024,
     stride: int | None = None,
     max_tokens: int | None = None,
+    journal: Journal | None = None,
     progress: Progress = no_progress,
 ) -> Measured:
     """Measure the perplexity of a text.
@@ -40,6 +42,7 @@ def measure_perplexity(
         window: Tokens the model sees at once.
         stride: Tokens to score per window; None cuts the text without overlap.
         max_tokens: Take only so many tokens from the start; None takes all.
+        journal: Holds the losses of finished windows of the same text.
         progress: Told of every window, in tokens.
 
     Returns:
@@ -51,14 +54,19 @@ def measure_perplexity(
     """
     check_fits(model, window)
     parts = cut(tokenizer, text, window=window, stride=stride, max_tokens=max_tokens)
-    state, losses, done = model.init_state(), [], 0
-    for part in parts.windows:
+    journal = Journal(None, {}) if journal is None else journal
+    known = num_known(parts.windows, lambda part: journal.get(f"perplexity {part.name}") is not None)
+    losses: list[float] = [journal.get(f"perplexity {part.name}") for part in parts.windows[:known]]
+    state, done = model.init_state(), sum(len(part.targets) for part in parts.windows[:known])
+    for part in parts.windows[known:]:
         progress(part.name, done, parts.num_targets)
         shared = len(part.context)
         if shared > part.num_cached:
             state, _ = model.extend(state, 0, part.context[part.num_cached :], part.num_cached)
-        state, scores = model.score(state, 0, shared, [part.run], [part.targets])
-        losses.append(-scores[0].logprobs.sum(dtype=np.float64))
+        state, (scores,) = model.score(state, 0, shared, [Run(part.run, part.targets)])
+        assert scores
+        losses.append(-float(scores.logprobs.sum(dtype=np.float64)))
+        journal.add({f"perplexity {part.name}": losses[-1]})
         done += len(part.targets)
 
     nats = np.array(losses)

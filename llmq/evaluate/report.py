@@ -16,7 +16,7 @@ from llmq.evaluate.results import Metric, Results
 from llmq.evaluate.statistics import Comparison, Recovered, Sample, Verdict, compare, recovered
 
 #: Options that may differ between runs that are compared: what is compared, and how work was cut up.
-_FREE = frozenset({"tasks", "backend", "kv_cache_dtype", "batch_size", "reference"})
+_FREE = frozenset({"tasks", "backend", "kv_cache_dtype", "batch_size", "tokens_per_call", "reference"})
 
 
 @dataclass(frozen=True, slots=True)

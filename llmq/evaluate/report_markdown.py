@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Sequence
 
-from llmq.evaluate.report import Report
+from llmq.evaluate.report import Cell, Report
 from llmq.evaluate.results import Metric, Results
 from llmq.evaluate.statistics import Comparison, Recovered, Verdict
 
@@ -13,6 +13,9 @@ SYMBOLS = {Verdict.BETTER: "▲", Verdict.WORSE: "▼", Verdict.NOISE: "≈", Ve
 
 #: Stands where there is no figure.
 NOTHING = "\N{EN DASH}"
+
+#: Stands where the run has the metric and the baseline does not.
+NO_BASELINE = "no baseline"
 
 #: For readers of a report.
 NOTES = (
@@ -61,7 +64,7 @@ def to_markdown(report: Report) -> str:
         parts += ["", f"## Difference to {_escape(report.baseline.label)}", ""]
         parts += _table(
             ("metric", *(run.label for run in others)),
-            [(row.title, *(difference_of(row.cells[place].comparison) for place in places)) for row in report.rows],
+            [(row.title, *(difference_of(row.cells[place]) for place in places)) for row in report.rows],
             right=range(1, 1 + len(others)),
         )
     if report.ptq and report.qat:
@@ -102,17 +105,18 @@ def figure_of(metric: Metric | None) -> str:
     return NOTHING if metric is None else figure(metric.value, metric.stderr)
 
 
-def difference_of(comparison: Comparison | None) -> str:
-    """A difference with its verdict, or a dash.
+def difference_of(cell: Cell) -> str:
+    """A difference with its verdict, or why there is none.
 
     Args:
-        comparison: The comparison, if there is one.
+        cell: Not the baseline's.
 
     Returns:
         As in ``+9.61 ± 0.48 ▼ worse``.
     """
+    comparison = cell.comparison
     if comparison is None:
-        return NOTHING
+        return NOTHING if cell.metric is None else NO_BASELINE
     return f"{change_of(comparison)} {SYMBOLS[comparison.verdict]} {comparison.verdict}"
 
 

@@ -2,9 +2,8 @@
 
 import hashlib
 import importlib.metadata
-import os
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 from llmq.backends.base import InferenceModel
 from llmq.checkpoint.reader import Progress, no_progress
 from llmq.errors import ConfigError
-from llmq.evaluate.divergence import TOP_K, measure_divergence, open_baseline, write_baseline
+from llmq.evaluate.baseline import TOP_K
 from llmq.evaluate.journal import Journal
 from llmq.evaluate.measured import Measured
 from llmq.evaluate.options import EvalOptions
 from llmq.evaluate.packs import Limits, tokens_per_call
-from llmq.evaluate.perplexity import measure_perplexity
 from llmq.evaluate.results import Results, check_writable, write_results
 from llmq.evaluate.subject import Subject, files_sha256, find_subject
+from llmq.evaluate.text import measure_text
 from llmq.evaluate.windows import read_text
 
 if TYPE_CHECKING:
@@ -28,6 +27,9 @@ if TYPE_CHECKING:
 #: Libraries whose version can change a number.
 _LIBRARIES = ("llmq", "numpy", "tokenizers", "jinja2")
 _TASK_LIBRARIES = ("lm-eval", "datasets")
+
+#: Texts generated at once, unless the user names a number.
+_NUM_SLOTS = 8
 
 
 def evaluate(
@@ -47,7 +49,7 @@ def evaluate(
         output: File for the results. While the run lasts, finished answers are kept beside it.
         resume: Go on from the answers that an interrupted run kept.
         progress: Told what is counted, how much is done, and of how much.
-        tell: Told in a sentence what people should know before it starts.
+        tell: Told in a sentence what people should know.
 
     Returns:
         The results, the same for the same input.
@@ -66,7 +68,7 @@ def evaluate(
     if options.perplexity and options.window > subject.options.max_len:
         raise ConfigError(f"window={options.window}: must be at most the context, {subject.options.max_len}.")
     text = None if options.perplexity is None else read_text(options.perplexity)
-    tokens = tokens_per_call(subject.weights.config.vocab_size, _memory_bytes())
+    tokens = tokens_per_call(subject.weights.config.vocab_size, subject.plugin.memory(subject.options.device).total)
     limits = Limits(tokens, options.batch_size)
     with ExitStack() as stack:
         tasks = stack.enter_context(_load(options)) if options.tasks else None
@@ -78,7 +80,9 @@ def evaluate(
         journal = stack.enter_context(closing(Journal(path, {**run, **config, **versions}, resume=resume)))
         if len(journal):
             tell(f"resuming: {len(journal)} answers are there already")
-        opened = subject.open()
+        for note in tasks.notes if tasks else ():
+            tell(note)
+        opened = subject.open(num_slots=(options.batch_size or _NUM_SLOTS) if tasks and tasks.generates else 1)
         if not subject.plugin.has_accelerator():
             tell(f"backend {subject.plugin.name} on {opened.caps.device}, {opened.caps.dtype}")
         parts: list[Measured] = []
@@ -89,7 +93,9 @@ def evaluate(
             config["num_fewshot"] = found.num_fewshot
             versions |= found.versions
         if text is not None:
-            parts += _measure_text(text, subject, opened, reference, options, progress)
+            parts += measure_text(
+                text, subject, opened, reference, options, journal=journal, progress=progress, tell=tell
+            )
         results = Results(
             model=evaluated,
             backend=_backend(subject.plugin.name, opened),
@@ -139,37 +145,6 @@ def _run_tasks(
     return found, Measured(found.metrics, found.items, found.item_ids, counts)
 
 
-def _measure_text(
-    text: str,
-    subject: Subject,
-    model: InferenceModel,
-    reference: Subject | None,
-    options: EvalOptions,
-    progress: Progress,
-) -> Iterator[Measured]:
-    windows: dict[str, Any] = {"window": options.window, "stride": options.stride, "max_tokens": options.max_tokens}
-
-    def counting(what: str) -> Progress:
-        return lambda _, done, total: progress(what, done, total)
-
-    tokenizer = subject.tokenizer
-    yield measure_perplexity(model, tokenizer, text, progress=counting("tokens for perplexity"), **windows)
-    if reference is None:
-        return
-    path, sha256 = options.reference_cache, reference.weights_sha256
-    if path is None:
-        baseline = reference.open()
-    else:
-        if not path.exists():
-            told = counting("tokens of the reference")
-            write_baseline(
-                path, reference.open(), reference.tokenizer, text, model_sha256=sha256, progress=told, **windows
-            )
-        baseline = open_baseline(path, model_sha256=sha256, vocab_size=model.caps.vocab_size)
-    told = counting("tokens for divergence")
-    yield measure_divergence(model, baseline, tokenizer, text, progress=told, **windows)
-
-
 def _config(options: EvalOptions, subject: Subject, reference: Subject | None, text: str | None) -> dict[str, Any]:
     """The options that can change a number; of files, what they hold and not where they are."""
     config: dict[str, Any] = {
@@ -202,10 +177,6 @@ def _versions(options: EvalOptions, framework: str) -> dict[str, str]:
 def _backend(name: str, model: InferenceModel) -> dict[str, Any]:
     caps = model.caps
     return {"name": name, "device": caps.device, "dtype": caps.dtype, "kernels": list(caps.kernels)}
-
-
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _joined(parts: list[Measured]) -> dict[str, Any]:

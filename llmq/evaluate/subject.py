@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -59,13 +59,16 @@ class Subject:
             coverage=[row.model_dump(mode="json") for row in record.coverage] if record else [],
         )
 
-    def open(self) -> InferenceModel:
+    def open(self, num_slots: int = 1) -> InferenceModel:
         """Load the weights.
 
+        Args:
+            num_slots: Sequences held at once.
+
         Returns:
-            The model, with one slot.
+            The model.
         """
-        return self.plugin.open_model(self.weights, self.options)
+        return self.plugin.open_model(self.weights, replace(self.options, num_slots=num_slots))
 
 
 def find_subject(model: str, *, backend: str, device: str | None, max_length: int | None, **more: Any) -> Subject:

@@ -144,6 +144,25 @@ class LoadedTasks:
     options: EvalOptions
     loaded: Any
 
+    @property
+    def generates(self) -> bool:
+        """Whether a task has texts generated."""
+        return any(task.OUTPUT_TYPE == "generate_until" for task in self.loaded["tasks"].values())
+
+    @property
+    def notes(self) -> list[str]:
+        """What people should know of the prompts."""
+        drawn = [
+            name
+            for name, task in self.loaded["tasks"].items()
+            if self.options.data_dir and name in LOCAL_TASKS and task.get_config("num_fewshot")
+        ]
+        if not drawn:
+            return []
+        return [
+            f"few-shot examples of {', '.join(drawn)} are other items of the evaluated split: --data-dir has no training data"
+        ]
+
     def run(self, lm: "LM") -> TaskResults:
         """Ask a model everything and compute the metrics.
 

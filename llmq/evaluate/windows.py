@@ -10,6 +10,7 @@ window on.
 """
 
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -141,6 +142,25 @@ def cut(
         windows.append(Window(name, tokens[:num_context], cached, tokens[num_context:-1], tokens[num_context + 1 :]))
         previous = start
     return Windows(ids[: spans[-1][2]], windows, len(ids) - spans[-1][2])
+
+
+def num_known(windows: Sequence[Window], is_known: Callable[[Window], bool]) -> int:
+    """Count the windows, from the first on, that need not be computed.
+
+    A window whose context the one before has left in the slot is computed behind it, so that an
+    interrupted run goes on to the same bits.
+
+    Args:
+        windows: All of them.
+        is_known: Whether a window's result is there already.
+
+    Returns:
+        How many to leave out.
+    """
+    count = next((at for at, window in enumerate(windows) if not is_known(window)), len(windows))
+    while count < len(windows) and windows[count].num_cached:
+        count -= 1
+    return count
 
 
 def check_fits(model: InferenceModel, window: int) -> None:

@@ -15,7 +15,8 @@ from llmq.checkpoint.loader import ModelWeights, load_weights
 from llmq.config import QuantizationConfig
 from llmq.convert import convert, plan_conversion
 from llmq.errors import ConfigError
-from llmq.evaluate.divergence import BaselineFile, measure_divergence, open_baseline, write_baseline
+from llmq.evaluate.baseline import BaselineFile, open_baseline, write_baseline
+from llmq.evaluate.divergence import measure_divergence
 from llmq.evaluate.measured import Measured
 from llmq.evaluate.perplexity import measure_perplexity
 from llmq.model.tokenizer import Tokenizer
@@ -23,6 +24,7 @@ from tests.tiny import byte_tokenizer_files, write_tiny
 
 TEXT = "The cat sat on the mat. It was a fine day for a cat, and for the mat as well, all things considered."
 WINDOW = 24
+MADE_BY = {"weights": "abc", "backend": "reference", "dtype": "float32"}
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +54,8 @@ def exact(opened: tuple[ReferenceModel, ReferenceModel], tokenizer: Tokenizer) -
 
 
 def kept(path: Path, baseline: ReferenceModel, tokenizer: Tokenizer, top_k: int) -> BaselineFile:
-    write_baseline(path, baseline, tokenizer, TEXT, model_sha256="abc", window=WINDOW, top_k=top_k)
-    return open_baseline(path, model_sha256="abc", vocab_size=320)
+    write_baseline(path, baseline, tokenizer, TEXT, made_by=MADE_BY, window=WINDOW, top_k=top_k)
+    return open_baseline(path, made_by=MADE_BY, vocab_size=320)
 
 
 def windows_by_hand(weights: ModelWeights, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
@@ -171,7 +173,7 @@ def test_an_interrupted_run_leaves_no_file(
 
     path = tmp_path / "baseline.safetensors"
     with pytest.raises(KeyboardInterrupt):
-        write_baseline(path, opened[0], tokenizer, TEXT, model_sha256="abc", window=WINDOW, progress=stop)
+        write_baseline(path, opened[0], tokenizer, TEXT, made_by=MADE_BY, window=WINDOW, progress=stop)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -191,8 +193,8 @@ def test_a_file_of_something_else_is_refused(
     path = tmp_path / "baseline.safetensors"
     baseline = kept(path, opened[0], tokenizer, 8)
     expected = {
-        "another model": lambda: open_baseline(path, model_sha256="def", vocab_size=320),
-        "a model of another vocabulary": lambda: open_baseline(path, model_sha256="abc", vocab_size=300),
+        "another model": lambda: open_baseline(path, made_by={**MADE_BY, "weights": "def"}, vocab_size=320),
+        "a model of another vocabulary": lambda: open_baseline(path, made_by=MADE_BY, vocab_size=300),
         "another text, tokenizer or number of tokens": lambda: measure_divergence(
             opened[1], baseline, tokenizer, TEXT.upper(), window=WINDOW
         ),
@@ -211,9 +213,9 @@ def test_other_files_are_no_baselines(tmp_path: Path, contents: bytes) -> None:
     path = tmp_path / "file.safetensors"
     path.write_bytes(contents)
     with pytest.raises(ConfigError, match=r"is not a file of baseline predictions; remove it, and it is made anew\.$"):
-        open_baseline(path, model_sha256="abc", vocab_size=320)
+        open_baseline(path, made_by=MADE_BY, vocab_size=320)
     with pytest.raises(ConfigError, match="cannot be read"):
-        open_baseline(tmp_path / "missing", model_sha256="abc", vocab_size=320)
+        open_baseline(tmp_path / "missing", made_by=MADE_BY, vocab_size=320)
 
 
 def test_models_of_other_vocabularies_are_refused(
@@ -224,4 +226,4 @@ def test_models_of_other_vocabularies_are_refused(
     with pytest.raises(ConfigError, match=r"^reference: has 300 tokens and the model 320;"):
         measure_divergence(opened[1], baseline, tokenizer, TEXT, window=WINDOW)
     with pytest.raises(ConfigError, match=r"^top_k=0: must be positive"):
-        write_baseline(tmp_path / "x", opened[0], tokenizer, TEXT, model_sha256="", window=WINDOW, top_k=0)
+        write_baseline(tmp_path / "x", opened[0], tokenizer, TEXT, made_by=MADE_BY, window=WINDOW, top_k=0)
