@@ -1,6 +1,6 @@
 """The plugin behind ``--backend gpu``. torch is imported when it is first needed."""
 
-from llmq.backends.base import InferenceModel, Memory, ModelOptions, Probe
+from llmq.backends.base import Calibrator, InferenceModel, Memory, ModelOptions, Probe
 from llmq.checkpoint.loader import ModelWeights
 
 
@@ -33,3 +33,9 @@ class GPUBackend:
         from llmq.backends.gpu.infer import TorchModel
 
         return TorchModel(weights, options)
+
+    def open_calibrator(self, weights: ModelWeights, options: ModelOptions, num_threads: int) -> Calibrator:
+        """See `base.Backend.open_calibrator`."""
+        from llmq.backends.gpu.calibrate import TorchCalibrator
+
+        return TorchCalibrator(weights, options, num_threads)

@@ -117,10 +117,9 @@ class Decoder:
         self.final_norm = norm_weight(weights, FINAL_NORM, device, dtype)
         head = EMBEDDING if config.tie_embeddings else LM_HEAD
         self.head = make_linear(weights[head], None, device, dtype)
-        self.cos_Th, self.sin_Th = (
-            torch.from_numpy(np.concatenate([table, table], axis=-1)).to(device)
-            for table in rotary_tables(config, max_len)
-        )
+        cos, sin = rotary_tables(config, max_len)
+        self.cos_Th = torch.from_numpy(np.concatenate([cos, cos], axis=-1)).to(device)
+        self.sin_Th = torch.from_numpy(np.concatenate([-sin, sin], axis=-1)).to(device)
 
     @property
     def num_bytes(self) -> int:
@@ -201,12 +200,10 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """``x / sqrt(mean(x^2) + eps) * weight`` in float32, rounded once; `x` itself without a weight."""
     if weight is None:
         return x
-    x32 = x.float()
-    return (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
+    return F.rms_norm(x, weight.shape, weight, eps)
 
 
 def rotate(x_MHh: Tensor, cos_Mh: Tensor, sin_Mh: Tensor) -> Tensor:
-    """Rotary positions: feature j is paired with j + h/2. In float32, rounded once."""
-    first, second = x_MHh.float().chunk(2, dim=-1)
-    turned = torch.cat([-second, first], dim=-1)
-    return (x_MHh.float() * cos_Mh + turned * sin_Mh).to(x_MHh.dtype)
+    """Rotary positions: feature j is paired with j + h/2, whose sine has the other sign. In float32, rounded once."""
+    x32 = x_MHh.float()
+    return torch.addcmul(x32 * cos_Mh, x32.roll(x32.shape[-1] // 2, -1), sin_Mh).to(x_MHh.dtype)
