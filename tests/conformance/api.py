@@ -99,6 +99,11 @@ class Api:
         headers = {"authorization": f"Bearer {key}"} if key else {}
         self.http = httpx.Client(base_url=base_url, headers=headers, timeout=120)
 
+    def close(self) -> None:
+        """Hang up."""
+        self.http.close()
+        self.openai.close()
+
     @cached_property
     def models(self) -> list[dict[str, Any]]:
         return self.http.get("/v1/models").json()["data"]
@@ -131,7 +136,7 @@ class Api:
     def complete(self, prompt: Any, **body: Any) -> dict[str, Any]:
         """An answer of ``/v1/completions``, checked against the SDK's types."""
         value = _ok(self.post(COMPLETIONS, prompt=prompt, **body))
-        strict(Completion, value)
+        strict(Completion, _filled(COMPLETIONS, value))
         return value
 
     def chat(self, messages: Any, **body: Any) -> dict[str, Any]:
@@ -186,12 +191,23 @@ class Api:
             yield response.iter_lines()
 
 
-def _filled(path: str, chunk: Mapping[str, Any]) -> dict[str, Any]:
-    """A chunk of completions as the SDK's type, which wants a finish reason that is still open."""
+def _filled(path: str, value: Mapping[str, Any]) -> dict[str, Any]:
+    """`value` with the nulls filled that the SDK's types of completions have no place for.
+
+    They are a finish reason that is still open, and what there is none of before the first token.
+    """
     if path == CHAT:
-        return dict(chunk)
-    choices = [{**choice, "finish_reason": choice["finish_reason"] or "stop"} for choice in chunk["choices"]]
-    return {**chunk, "choices": choices}
+        return dict(value)
+    choices = [{**choice, "finish_reason": choice["finish_reason"] or "stop"} for choice in value["choices"]]
+    for choice in choices:
+        if choice["logprobs"] is not None:
+            likely, top = choice["logprobs"]["token_logprobs"], choice["logprobs"]["top_logprobs"]
+            choice["logprobs"] = {
+                **choice["logprobs"],
+                "token_logprobs": [0.0 if i == 0 and x is None else x for i, x in enumerate(likely)],
+                "top_logprobs": top and [{} if i == 0 and x is None else x for i, x in enumerate(top)],
+            }
+    return {**value, "choices": choices}
 
 
 def _ok(response: httpx.Response) -> Any:

@@ -42,11 +42,13 @@ class TestMessages:
         plain = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi there"}]
         parts = [
             plain[0],
-            {"role": "user", "content": [{"type": "text", "text": "Hi "}, {"type": "text", "text": "there"}]},
+            {"role": "user", "content": [{"type": "text", "text": "Hi there"}]},
         ]
         answers = [server.chat(messages, max_tokens=6, **FIXED) for messages in (plain, parts)]
         assert content(answers[0]) == content(answers[1])
         assert answers[0]["usage"]["prompt_tokens"] == answers[1]["usage"]["prompt_tokens"]
+        parts[1]["content"].append({"type": "text", "text": "How are you?"})
+        assert server.chat(parts, max_tokens=1)["usage"]["prompt_tokens"] > answers[0]["usage"]["prompt_tokens"]
 
     def test_developer_is_system_where_the_template_lacks_it(self, server: Api) -> None:
         if "developer" in server.tokenizer["chat_template"]:

@@ -112,9 +112,9 @@ class TestTools:
     @pytest.mark.parametrize(
         "choice", ["required", {"type": "function", "function": {"name": "weather"}}], ids=["required", "named"]
     )
-    def test_forced_calls(self, server: Api, choice: object) -> None:
+    def test_forced_calls(self, tool_server: Api, choice: object) -> None:
         tools = [WEATHER] if choice == "required" else [TIME, WEATHER]
-        answer = server.chat(USER, tools=tools, tool_choice=choice, max_tokens=200, temperature=0)["choices"][0]
+        answer = tool_server.chat(USER, tools=tools, tool_choice=choice, max_tokens=200, temperature=0)["choices"][0]
         calls = answer["message"]["tool_calls"]
         assert len(calls) >= 1
         assert answer["finish_reason"] in ("tool_calls", "stop")
@@ -124,11 +124,11 @@ class TestTools:
             assert call["function"]["name"] == "weather"
             jsonschema.validate(parse_json(call["function"]["arguments"]), SCHEMA)
 
-    def test_streamed_calls(self, server: Api) -> None:
+    def test_streamed_calls(self, tool_server: Api) -> None:
         options = {"tools": [WEATHER], "tool_choice": "required", "max_tokens": 200, "temperature": 0}
-        whole = server.chat(USER, **options)["choices"][0]["message"]["tool_calls"]
+        whole = tool_server.chat(USER, **options)["choices"][0]["message"]["tool_calls"]
         calls: dict[int, dict[str, str]] = {}
-        events = server.stream(CHAT, messages=USER, **options)
+        events = tool_server.stream(CHAT, messages=USER, **options)
         for part in events.of(0):
             for piece in part["delta"].get("tool_calls") or ():
                 call = calls.setdefault(piece["index"], {"id": "", "name": "", "arguments": ""})
@@ -140,26 +140,26 @@ class TestTools:
         ]
         assert all(call["id"] for call in calls.values())
 
-    def test_auto_is_one_or_the_other(self, server: Api) -> None:
-        answer = server.chat(USER, tools=[WEATHER], tool_choice="auto", max_tokens=40, temperature=0)["choices"][0]
+    def test_auto_is_one_or_the_other(self, tool_server: Api) -> None:
+        answer = tool_server.chat(USER, tools=[WEATHER], tool_choice="auto", max_tokens=40, temperature=0)["choices"][0]
         message = answer["message"]
         assert message.get("tool_calls") or message["content"] is not None
         assert "<tool_call>" not in (message["content"] or "") or answer["finish_reason"] == "length"
 
-    def test_none_calls_nothing(self, server: Api) -> None:
-        message = server.chat(USER, tools=[WEATHER], tool_choice="none", max_tokens=20, temperature=0)["choices"][0][
-            "message"
-        ]
+    def test_none_calls_nothing(self, tool_server: Api) -> None:
+        message = tool_server.chat(USER, tools=[WEATHER], tool_choice="none", max_tokens=20, temperature=0)["choices"][
+            0
+        ]["message"]
         assert not message.get("tool_calls")
 
-    def test_results_go_back(self, server: Api) -> None:
+    def test_results_go_back(self, tool_server: Api) -> None:
         call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}}
         turns = [
             *USER,
             {"role": "assistant", "content": None, "tool_calls": [call]},
             {"role": "tool", "tool_call_id": "call_1", "content": "dry"},
         ]
-        response = server.post(CHAT, messages=turns, tools=[WEATHER], max_tokens=4)
+        response = tool_server.post(CHAT, messages=turns, tools=[WEATHER], max_tokens=4)
         assert response.status_code in (200, 400), response.text  # some templates have no place for it, and say so
 
     @pytest.mark.parametrize(
@@ -182,5 +182,5 @@ class TestTools:
         ],
         ids=lambda body: json.dumps(body)[:60],
     )
-    def test_refused(self, server: Api, body: dict) -> None:
-        refused(server.post(CHAT, messages=USER, max_tokens=2, **body))
+    def test_refused(self, tool_server: Api, body: dict) -> None:
+        refused(tool_server.post(CHAT, messages=USER, max_tokens=2, **body))
