@@ -41,10 +41,8 @@ def tokenizer_of(weights: ModelWeights) -> Tokenizer:
 
 
 def greedy(backend: str, weights: ModelWeights, prompt: list[int], count: int) -> list[int]:
-    tokenizer = tokenizer_of(weights)
-    tokenizer.eos_token_ids = frozenset()  # compare `count` tokens, whatever they are
-    session = Session(open_model(backend, weights), tokenizer)
-    list(session.generate(prompt, SamplingParams(max_tokens=count)))
+    session = Session(open_model(backend, weights), tokenizer_of(weights))
+    list(session.generate(prompt, SamplingParams(max_tokens=count, ignore_eos=True)))
     return session.last.tokens
 
 

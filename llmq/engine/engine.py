@@ -117,7 +117,7 @@ class Engine:
         Returns:
             False while there are slots, or room in the queue.
         """
-        return self._scheduler.is_full(request.params.n, num_coming)
+        return self._scheduler.is_full(Job(request, 0.0).num_slots, num_coming)
 
     def submit(self, request: Request, matcher: Matcher | None = None) -> None:
         """Queue a request.

@@ -58,18 +58,22 @@ def token_logprobs(logits_TV: np.ndarray, targets: Sequence[int], num_top: int) 
     shifted_TV = logits_TV - logits_TV.max(axis=-1, keepdims=True)
     logprobs_TV = shifted_TV - np.log(np.exp(shifted_TV).sum(axis=-1, keepdims=True, dtype=np.float32))
     target_logprobs = np.take_along_axis(logprobs_TV, np.asarray(targets)[:, None], axis=-1)[:, 0].tolist()
-    tops = [_top(row_V, num_top) for row_V in logprobs_TV]
+    ids_TK = [_largest(row_V, num_top) for row_V in logits_TV]  # a logarithm can round two to the same
+    tops = [
+        zip(ids_K.tolist(), row_V[ids_K].tolist(), strict=True)
+        for ids_K, row_V in zip(ids_TK, logprobs_TV, strict=True)
+    ]
     return [_finite(*row) for row in zip(targets, target_logprobs, tops, strict=True)]
 
 
-def _top(logprobs_V: np.ndarray, num_top: int) -> tuple[tuple[int, float], ...]:
-    if num_top == 0:
-        return ()
-    num_top = min(num_top, len(logprobs_V))
-    least = np.partition(logprobs_V, -num_top)[-num_top]
-    ids_K = np.flatnonzero(logprobs_V >= least)  # ascending, and all of a tie at the edge
-    ids_K = ids_K[np.argsort(-logprobs_V[ids_K], kind="stable")][:num_top]
-    return tuple(zip(ids_K.tolist(), logprobs_V[ids_K].tolist(), strict=True))
+def _largest(logits_V: np.ndarray, count: int) -> np.ndarray:
+    """Ids of the largest logits, largest first, ties by lower id."""
+    if count == 0:
+        return np.empty(0, np.intp)
+    count = min(count, len(logits_V))
+    least = np.partition(logits_V, -count)[-count]
+    ids_K = np.flatnonzero(logits_V >= least)  # ascending, and all of a tie at the edge
+    return ids_K[np.argsort(-logits_V[ids_K], kind="stable")][:count]
 
 
 def _finite(token: int, logprob: float, top: Iterable[tuple[int, float]]) -> TokenLogprobs:

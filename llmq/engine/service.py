@@ -281,16 +281,15 @@ class EngineService:
         for loop, items in by_loop.items():
             try:
                 loop.call_soon_threadsafe(_put, items)
-            except RuntimeError:  # the loop was closed under its requests: nobody will abort them
+            except RuntimeError:  # the loop was closed under its requests
                 self._forget(loop)
 
     def _forget(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Abort requests whose readers can do it no more."""
         with self._lock:
-            ids = [request_id for request_id, mailbox in self._mailboxes.items() if mailbox.loop is loop]
-            for request_id in ids:
+            for request_id in [i for i, mailbox in self._mailboxes.items() if mailbox.loop is loop]:
                 del self._mailboxes[request_id]
-        for request_id in ids:
-            self._engine.abort(request_id)
+                self._commands.put(_Abort(request_id))
 
     def _end(self, state: ServiceState, failure: BaseException | None) -> None:
         with self._lock:

@@ -58,6 +58,34 @@ def test_sampling_is_reproducible_and_stats_are_on_stderr(artifact: Path) -> Non
     assert other.stdout != first.stdout
 
 
+def test_a_stop_text_ends_the_answer_and_is_not_part_of_it(artifact: Path) -> None:
+    options = ("--max-tokens", 20, "--backend", "cpu", "--dtype", "float32", "--stats")
+    whole = llmq("generate", artifact, "Hello", *options)
+    assert whole.returncode == 0, whole.stderr
+    text = whole.stdout.removesuffix("\n")
+    stop = text[3:5]
+    done = llmq("generate", artifact, "Hello", *options, "--stop", "not in it", "--stop", stop)
+    assert done.stdout == text[: text.index(stop)] + "\n"
+    assert "finished by stop" in done.stderr
+
+
+def test_a_repetition_penalty_changes_what_repeats(artifact: Path) -> None:
+    """So strong a penalty that no token comes twice while there are others of a positive logit."""
+    options = ("--max-tokens", 12, "--backend", "cpu", "--dtype", "float32")
+    plain = llmq("generate", artifact, "aaaa", *options)
+    penalized = llmq("generate", artifact, "aaaa", *options, "--repetition-penalty", 100)
+    assert plain.returncode == penalized.returncode == 0, penalized.stderr
+    assert plain.stdout != penalized.stdout
+
+
+def test_a_min_p_of_1_leaves_the_most_likely_token(artifact: Path) -> None:
+    options = ("--max-tokens", 12, "--backend", "cpu", "--dtype", "float32")
+    greedy = llmq("generate", artifact, "Hello", *options)
+    narrow = llmq("generate", artifact, "Hello", *options, "--temperature", 2, "--min-p", 1)
+    assert greedy.returncode == narrow.returncode == 0, narrow.stderr
+    assert narrow.stdout == greedy.stdout
+
+
 def test_the_cache_may_be_int8(artifact: Path) -> None:
     for backend in ("cpu", "tpu"):
         done = llmq(
@@ -99,6 +127,8 @@ def test_a_file_of_prompts_and_the_chat_template(artifact: Path, tmp_path: Path)
         (("x", "--backend", "npu"), "backend='npu': must be one of auto, cpu, gpu, reference, tpu"),
         (("x", "--backend", "cpu", "--device", "cuda"), "device='cuda': contradicts --backend cpu"),
         (("x", "--backend", "gpu", "--device", "nowhere"), "device='nowhere'"),
+        (("x", "--min-p", "2"), "min_p=2.0: input should be less than or equal to 1"),
+        (("x", "--stop", ""), "stop"),
         (("x", "--temperature", "-1"), "temperature=-1.0: input should be greater than or equal to 0"),
         (
             ("x", "--max-model-len", "100000"),
