@@ -176,7 +176,6 @@ class TestTools:
             },
             {"tools": [WEATHER], "tool_choice": "sometimes"},
             {"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "nowhere"}}},
-            {"tools": [WEATHER, WEATHER], "tool_choice": "required"},
             {"tool_choice": "required"},
             {"tools": [], "tool_choice": "required"},
         ],
