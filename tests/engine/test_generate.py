@@ -30,7 +30,7 @@ def test_times_are_those_of_the_prompt_and_of_the_tokens_after_the_first() -> No
     session = session_of(FakeModel(step_seconds=0.01, chunk_size=2))
     list(session.generate(TOKENIZER.encode("12345"), SamplingParams()))
     assert session.last.prefill_seconds > 0.035  # three runs and a step
-    assert session.last.decode_seconds > 0.045  # four tokens and the end
+    assert session.last.prefill_seconds + session.last.decode_seconds > 0.085  # and five steps after it
 
 
 def test_a_conversation_computes_only_what_is_new() -> None:

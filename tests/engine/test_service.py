@@ -206,7 +206,7 @@ class TestLeaving:
                 assert service.status().num_running == 1
             start = time.monotonic()
             await until(lambda: is_idle(service))
-            assert time.monotonic() - start < 0.3
+            assert time.monotonic() - start < 0.7  # of the 1.4 that the answer would take
 
         with Service(FakeModel(step_seconds=0.02)) as service:
             run(main())
@@ -263,20 +263,16 @@ class TestRefused:
 
     def test_a_full_queue_at_once(self) -> None:
         async def main() -> None:
-            tasks = [asyncio.ensure_future(gather(service, ask("a" * 20))) for _ in range(16)]
-            start = time.monotonic()
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-            await asyncio.sleep(0.05)
+            tasks = [asyncio.ensure_future(gather(service, ask("a" * 8))) for _ in range(16)]
+            await until(lambda: sum(task.done() for task in tasks) == 16 - 2 - 3, 0.3)  # long before an answer is over
             refused = [task for task in tasks if task.done()]
-            assert time.monotonic() - start < 0.2
-            assert len(refused) == 16 - 2 - 3
             for task in refused:
                 with pytest.raises(QueueFullError):
                     await task
             outcomes = await asyncio.gather(*(task for task in tasks if task not in refused))
-            assert [outcome.choices[0].text for outcome in outcomes] == ["a" * 20] * 5
+            assert [outcome.choices[0].text for outcome in outcomes] == ["a" * 8] * 5
 
-        with Service(FakeModel(num_slots=2, step_seconds=0.2 / 20), max_queue=3) as service:
+        with Service(FakeModel(num_slots=2, step_seconds=0.05), max_queue=3) as service:
             run(main())
 
     def test_after_a_timeout_in_the_queue(self) -> None:
@@ -286,7 +282,8 @@ class TestRefused:
             start = time.monotonic()
             with pytest.raises(QueueTimeoutError):
                 await gather(service, ask("b"))
-            assert 0.05 < time.monotonic() - start < 0.3
+            assert time.monotonic() - start > 0.05
+            assert not running.done()
             assert (await running).choices[0].text == "a" * 40
 
         with Service(FakeModel(num_slots=1, step_seconds=0.01), queue_timeout=0.05) as service:
