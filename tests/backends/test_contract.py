@@ -176,28 +176,36 @@ def test_a_row_depends_on_itself_alone(
     schemes = {"int4": "int4_blockwise", "int8": "int8_per_channel"}
     held = QuantizedWeights(plain, QuantizationConfig(scheme=schemes[variant])) if variant in schemes else plain
     model = opened(backend, held, num_slots, dtype=dtype, max_len=300, kv_int8=variant == "int8-cache")
+    assert_rows_stand_alone(model, [3, 130] if backend.name == "reference" else LENGTHS)
+
+
+#: Of prompts; the steps after 126 and 127 cross the edge of a window of 128.
+LENGTHS = [3, 130, 140, 126, 17, 260, 127, 40]
+
+
+def assert_rows_stand_alone(model: InferenceModel, lengths: list[int]) -> None:
+    """Steps of a sampled answer, alone in the first slot and then among others in the last."""
+    num_slots, vocab_size = model.caps.num_slots, model.caps.vocab_size
     rng, sampled = np.random.default_rng(num_slots), SlotSampling(temperature=0.8, top_p=0.9, top_k=40)
-    text = rng.integers(0, 320, 290).astype(np.int32)
-    lengths = [3, 130, 140, 126, 17, 260, 127, 40]
+    text = rng.integers(0, vocab_size, max(lengths)).astype(np.int32)
 
-    def steps(state, slot: int, *others: int):
-        outs = []
-        for _ in range(4):  # over the edge of a window of 128, at 126 and 127
-            state, out = stepped(model, state, slot, *others, uniform=0.7, want_logprobs=True)
-            outs.append([column[0] for column in out])
-        return outs
+    def steps(state, *slots: int) -> list[np.ndarray]:
+        columns = []
+        for _ in range(4):
+            state, out = stepped(model, state, *slots, uniform=0.7, want_logprobs=True)
+            columns += [column[0] for column in out]
+        return columns
 
-    for length in lengths[: 3 if backend.name == "reference" else None]:
+    for length in lengths:
         alone = steps(handed_over(model, model.init_state(), 0, text[:length], sampled), 0)
-        slot = num_slots - 1
-        state = handed_over(model, model.init_state(), slot, text[:length], sampled)
+        state = handed_over(model, model.init_state(), num_slots - 1, text[:length], sampled)
         for other in range(num_slots - 1):
             rules = SlotSampling(presence_penalty=1.0, logit_bias={7: 3.0}) if other % 2 else GREEDY
-            state = handed_over(model, state, other, rng.integers(0, 320, lengths[other]).astype(np.int32), rules)
-        together = steps(state, slot, *rng.permutation(num_slots - 1).tolist())
+            prompt = rng.integers(0, vocab_size, lengths[other % len(lengths)]).astype(np.int32)
+            state = handed_over(model, state, other, prompt, rules)
+        together = steps(state, num_slots - 1, *rng.permutation(num_slots - 1).tolist())
         for a, b in zip(together, alone, strict=True):
-            for x, y in zip(a, b, strict=True):
-                np.testing.assert_array_equal(x, y)
+            np.testing.assert_array_equal(a, b)
 
 
 def test_a_whole_chunk_is_the_same_whatever_follows(backend: Backend, weights) -> None:

@@ -1,9 +1,9 @@
 """The key/value cache, and attention on it. Write first, then attend on what was stored.
 
-A call is a `RunPlace`, tokens of one slot that share its keys, or a `StepPlace`, one token each of several
-slots. What a row of a step is computed from does not depend on the others: each attends on a
-window of its slot whose size follows from its own position, and rows of one window are computed
-by one kernel from the slots in place.
+A call is a `RunPlace`, tokens of one slot that share its keys, or a `StepPlace`, one token each of
+several slots. How a row of a step is computed does not depend on the others: each attends on a
+window of its slot whose size follows from its own position. Neighbouring slots with equal windows
+are computed by one kernel, in place.
 
 Shape letters: M tokens of a run, B rows of a step, T rows of a slot, S slots, L layers, H heads,
 K kv heads, R = H / K, h head size.
@@ -215,8 +215,14 @@ class _Group:
 
 
 def _neighbours(cache: Cache, slots: np.ndarray, positions: np.ndarray) -> list[slice]:
+    """Rows that one kernel computes.
+
+    On the CPU in float32, a row's last bits depend on which rows share the call as soon as there are
+    two threads (torch 2.13; not in bfloat16), so each is computed alone.
+    """
     windows = np.array([cache.window(int(position)) for position in positions])
-    cuts = np.flatnonzero((np.diff(slots) != 1) | (np.diff(windows) != 0)) + 1
+    alone = cache.device.type == "cpu" and cache.compute_dtype is torch.float32
+    cuts = np.flatnonzero((np.diff(slots) != 1) | (np.diff(windows) != 0) | alone) + 1
     edges = [0, *cuts.tolist(), len(slots)]
     return [slice(*edge) for edge in itertools.pairwise(edges)]
 

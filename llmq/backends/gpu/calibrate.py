@@ -9,6 +9,7 @@ Shape letters: M tokens of a chunk, D hidden, I input features of a linear, h he
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import reduce
 from itertools import pairwise
 from typing import TypeVar
 
@@ -211,7 +212,5 @@ def _attend(q_THh: Tensor, k_TKh: Tensor, v_TKh: Tensor, window: int | None) -> 
 
 def _moments(pairs: Sequence[tuple[Chunk, Chunk]]) -> np.ndarray:
     """Sum of outer products over tokens, `[I, I]` in float64."""
-    total = 0.0
-    for left, right in pairs:
-        total = total + (left.inputs_MI.float().T @ right.inputs_MI.float()).double()
-    return np.asarray(total.cpu())
+    products = ((left.inputs_MI.float().T @ right.inputs_MI.float()).double() for left, right in pairs)
+    return np.asarray(reduce(torch.add, products).cpu())

@@ -1,0 +1,83 @@
+"""What only the torch backend has: rows that threads compute, and how many rows a step takes."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from llmq.backends.base import ModelOptions
+from llmq.backends.gpu.backend import GPUBackend
+from llmq.backends.gpu.rows import row_counts
+from llmq.checkpoint.loader import load_weights
+from tests.backends.test_contract import assert_rows_stand_alone
+from tests.tiny import write_tiny
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("kv_int8", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_row_depends_on_itself_alone_with_two_threads(dtype: str, kv_int8: bool, tmp_path: Path) -> None:
+    weights = load_weights(str(write_tiny(tmp_path / "m", num_hidden_layers=2, num_key_value_heads=4)))
+    options = ModelOptions(device="cpu", dtype=dtype, num_slots=5, max_len=140, kv_int8=kv_int8)
+    assert_rows_stand_alone(GPUBackend().open_model(weights, options), [5, 126])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("kv_int8", [False, True])
+def test_a_row_of_a_real_model_depends_on_itself_alone(smollm2_int4: Path, kv_int8: bool) -> None:
+    options = ModelOptions(device="cpu", num_slots=8, max_len=300, kv_int8=kv_int8)
+    model = GPUBackend().open_model(load_weights(str(smollm2_int4)), options)
+    assert_rows_stand_alone(model, [3, 126, 260])
+
+
+class Kernels:
+    """Stands for a decoder: a product whose bits depend on the number of rows as given."""
+
+    device, dtype = torch.device("cpu"), torch.float32
+
+    def __init__(self, kinds: dict[int, int | None]) -> None:
+        self._kinds = kinds
+
+    def row_functions(self):
+        def kernel(x: torch.Tensor) -> torch.Tensor:
+            kind = self._kinds.get(len(x), 9)
+            return x + (torch.arange(len(x))[:, None] if kind is None else kind)
+
+        return [(3, lambda x: x), (4, kernel)]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "num_slots", "expected"),
+    [
+        ({}, 4, [1, 1, 2, 3, 4]),
+        ({1: 1, 2: 2, 3: 2}, 5, [4, 4, 4, 4, 4, 5]),
+        ({1: 1, 2: 2, 3: 2}, 3, [2, 2, 2, 3]),
+        ({5: None, 6: None, 7: None, 3: None}, 5, [1, 1, 2, 4, 4, 8]),
+        ({1: 1}, 1, [1, 1]),
+        (dict.fromkeys(range(2, 30)), 2, [2, 2, 2]),
+    ],
+)
+def test_steps_take_a_number_of_rows_that_gives_the_same_bits(kinds: dict, num_slots: int, expected: list[int]) -> None:
+    assert row_counts(Kernels(kinds), num_slots) == expected
+
+
+def test_float32_rows_are_padded_here(tmp_path: Path) -> None:
+    """The reason for all this: MKL's product of one row is not that of many."""
+    weight, x = np.random.default_rng(0).standard_normal((2, 256, 256)).astype(np.float32)
+    one, many = (torch.nn.functional.linear(torch.from_numpy(x[:n]), torch.from_numpy(weight)) for n in (1, 16))
+    if torch.equal(one[0], many[0]):
+        pytest.skip("not on this CPU")
+    weights = load_weights(str(write_tiny(tmp_path / "m", num_hidden_layers=1)))
+    model = GPUBackend().open_model(weights, ModelOptions(device="cpu", dtype="float32", num_slots=4))
+    assert row_counts(model._decoder, 4)[1] > 1
