@@ -9,7 +9,7 @@ import importlib.metadata
 import math
 import os
 import platform
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,13 +22,33 @@ from llmq.checkpoint import layout
 from llmq.checkpoint.coverage import Action, TensorPlan, check_strict, plan_coverage
 from llmq.checkpoint.loader import ModelWeights, is_artifact
 from llmq.checkpoint.reader import CheckpointReader, Progress, no_progress, open_checkpoint, refuse_quantized
-from llmq.checkpoint.record import CoverageRow, Record, Source, SourceFile
+from llmq.checkpoint.record import Calibration, CoverageRow, Record, Source, SourceFile
 from llmq.checkpoint.writer import ArtifactWriter, check_target, plan_shards, planned_bytes, stage, to_json
 from llmq.config import QuantizationConfig
 from llmq.errors import AlreadyQuantizedError, ArtifactError, CheckpointError
 from llmq.model.config import ModelConfig
 from llmq.quant.fidelity import Fidelity
-from llmq.quant.rows import NonFiniteWeightError, quantize_rows
+from llmq.quant.rows import NonFiniteWeightError, PackedMatrix, quantize_rows
+
+#: Makes what is stored of a tensor: codes where the row has a scheme, else an array.
+Encoder = Callable[[TensorPlan, np.ndarray, ThreadPoolExecutor], "PackedMatrix | np.ndarray"]
+
+
+def round_to_nearest(row: TensorPlan, tensor: np.ndarray, workers: ThreadPoolExecutor) -> PackedMatrix | np.ndarray:
+    """The encoder that uses no data.
+
+    Args:
+        row: What to make of it.
+        tensor: From the source.
+        workers: Threads.
+
+    Returns:
+        The nearest codes, or the tensor as it is.
+
+    Raises:
+        NonFiniteWeightError: A weight to quantize is NaN, infinite or far too large.
+    """
+    return tensor if row.scheme is None else quantize_rows(tensor, row.scheme, workers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +94,7 @@ class ConversionPlan:
         weights_sha256: str,
         files: Mapping[str, str],
         command: Sequence[str],
+        calibration: Calibration | None = None,
     ) -> Record:
         """Where the artifact comes from and what became of every tensor.
 
@@ -83,6 +104,7 @@ class ConversionPlan:
             weights_sha256: Hash of the stored tensors.
             files: sha256 of every other file.
             command: The command line.
+            calibration: How codes were chosen, unless by rounding alone.
 
         Returns:
             The contents of ``llmq.json``.
@@ -104,6 +126,7 @@ class ConversionPlan:
             files=dict(files),
             versions={"python": platform.python_version()} | {p: importlib.metadata.version(p) for p in packages},
             coverage=tuple(coverage_row(row, fidelities.get(row.name)) for row in self.coverage),
+            calibration=calibration,
         )
 
 
@@ -171,6 +194,8 @@ def convert(
     command: Sequence[str] = (),
     num_threads: int | None = None,
     progress: Progress = no_progress,
+    encode: Encoder = round_to_nearest,
+    calibration: Calibration | None = None,
 ) -> Record:
     """Write the artifact a plan describes, completely or not at all.
 
@@ -181,6 +206,8 @@ def convert(
         command: The command line, for the record.
         num_threads: Threads that quantize; None takes every core. No byte depends on it.
         progress: Told of every tensor.
+        encode: Chooses the codes.
+        calibration: How, for the record.
 
     Returns:
         The record written to ``llmq.json``.
@@ -203,7 +230,7 @@ def convert(
         written: Future[None] | None = None
         for row, tensor in _read_ahead(plan, reading):
             progress(row.name, done, plan.source_bytes)
-            parts = _store(row, tensor, fidelities, workers)
+            parts = _store(row, tensor, encode, fidelities, workers)
             if written:
                 written.result()
             written = writing.submit(_write, writer, parts)
@@ -215,7 +242,7 @@ def convert(
         for name, contents in plan.side_files().items():
             writer.write_file(name, contents)
         source_hashes = {name: future.result() for name, future in hashes.items()}
-        record = plan.record(fidelities, source_hashes, weights_sha256, writer.files, command)
+        record = plan.record(fidelities, source_hashes, weights_sha256, writer.files, command, calibration)
         writer.write_file(layout.RECORD, _record_json(record))
         _check_written(plan, writer)
     return record
@@ -249,19 +276,23 @@ def _read(reader: CheckpointReader, name: str) -> np.ndarray:
 
 
 def _store(
-    row: TensorPlan, tensor: np.ndarray, fidelities: dict[str, Fidelity], workers: ThreadPoolExecutor
+    row: TensorPlan,
+    tensor: np.ndarray,
+    encode: Encoder,
+    fidelities: dict[str, Fidelity],
+    workers: ThreadPoolExecutor,
 ) -> dict[str, np.ndarray]:
     """What a tensor becomes in the file; its fidelity is noted."""
-    if row.scheme is None:
-        if not np.isfinite(tensor.astype(np.float32)).all():
-            raise _damaged(row)
-        return {row.name: tensor}
+    if row.scheme is None and not np.isfinite(tensor.astype(np.float32)).all():
+        raise damaged(row.name)
     try:
-        matrix = quantize_rows(tensor, row.scheme, workers)
+        encoded = encode(row, tensor, workers)
     except NonFiniteWeightError as err:
-        raise _damaged(row) from err
-    fidelities[row.name] = matrix.fidelity
-    parts = {layout.VALUES: matrix.values, layout.SCALE: matrix.scale, layout.ZERO: matrix.zero}
+        raise damaged(row.name) from err
+    if not isinstance(encoded, PackedMatrix):
+        return {row.name: encoded}
+    fidelities[row.name] = encoded.fidelity
+    parts = {layout.VALUES: encoded.values, layout.SCALE: encoded.scale, layout.ZERO: encoded.zero}
     return {row.name + suffix: array for suffix, array in parts.items() if array is not None}
 
 
@@ -270,9 +301,17 @@ def _write(writer: ArtifactWriter, parts: Mapping[str, np.ndarray]) -> None:
         writer.write(name, array)
 
 
-def _damaged(row: TensorPlan) -> CheckpointError:
+def damaged(name: str) -> CheckpointError:
+    """The error for a weight that cannot be a number.
+
+    Args:
+        name: Of the tensor.
+
+    Returns:
+        What to raise.
+    """
     return CheckpointError(
-        f"{row.name}: holds NaN, infinity or a value beyond 2^120; the checkpoint is damaged, nothing was written."
+        f"{name}: holds NaN, infinity or a value beyond 2^120; the checkpoint is damaged, nothing was written."
     )
 
 

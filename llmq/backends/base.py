@@ -36,6 +36,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from llmq.checkpoint.loader import ModelWeights
+from llmq.quant import QTensor
 
 State = Any
 
@@ -354,6 +355,73 @@ class InferenceModel(Protocol):
         ...
 
 
+#: Tensors of a layer, by their names without its prefix.
+Block = Mapping[str, "np.ndarray | QTensor"]
+
+#: Activations of the calibration sequences at some place of the model, in a backend's own form.
+Stream = Any
+
+
+class Calibrator(Protocol):
+    """Runs calibration sequences through a model one block at a time, so that one block is in memory.
+
+    A block is run in stages: stage s computes what the linears of ``STAGES[s]`` read, from what the
+    linears of the stage before made of theirs; the last stage, ``len(STAGES)``, leaves the block. The
+    weights come with each call, so that a linear can be run quantized once it is.
+
+    Sequences do not see each other, and positions that are not theirs do not exist: however they are
+    packed and padded inside, nothing of it is in any result. No bit depends on the number of threads.
+    """
+
+    def start(self, sequences: Sequence[np.ndarray]) -> Stream:
+        """Look up embeddings.
+
+        Args:
+            sequences: int32 `[n]` each; lengths may differ.
+
+        Returns:
+            The stream before the first block.
+        """
+        ...
+
+    def advance(self, stream: Stream, block: Block, stage: int) -> Stream:
+        """Run a stage.
+
+        Args:
+            stream: At the stage before; it stays valid.
+            block: The layer's tensors. Codes are dequantized to the compute type.
+            stage: From 0 to ``len(STAGES)``.
+
+        Returns:
+            The stream at that stage.
+        """
+        ...
+
+    def moments(self, left: Stream, right: Stream) -> np.ndarray:
+        """Second moments of what the linears of the current stage read.
+
+        Args:
+            left: A stream of this calibrator.
+            right: Another at the same stage, or the same.
+
+        Returns:
+            float64 `[I, I]`, the sum over all tokens of ``left[token] right[token]^T``.
+        """
+        ...
+
+    def divergence(self, baseline: Stream, stream: Stream) -> float:
+        """How much the predictions of two streams behind the last block differ.
+
+        Args:
+            baseline: What is the truth.
+            stream: Held against it.
+
+        Returns:
+            Mean of KL(baseline || stream) over all tokens, in nats.
+        """
+        ...
+
+
 class Backend(Protocol):
     """A plugin.
 
@@ -404,6 +472,22 @@ class Backend(Protocol):
 
         Returns:
             The model, with its weights in the device's layout.
+
+        Raises:
+            BackendError: The device is not there or cannot run the model.
+        """
+        ...
+
+    def open_calibrator(self, weights: ModelWeights, options: ModelOptions, num_threads: int) -> Calibrator:
+        """Prepare to run a model block by block.
+
+        Args:
+            weights: Only what lies outside the blocks is loaded.
+            options: Device and compute type; `max_len` is that of the longest sequence.
+            num_threads: Threads on a CPU.
+
+        Returns:
+            The calibrator.
 
         Raises:
             BackendError: The device is not there or cannot run the model.

@@ -13,6 +13,7 @@ import numpy as np
 
 from llmq.backends.base import (
     MAX_TOP_LOGPROBS,
+    Calibrator,
     Caps,
     ComputeType,
     Memory,
@@ -300,6 +301,10 @@ class ReferenceBackend:
         if options.dtype not in (None, "float32"):
             raise BackendError(f"dtype={options.dtype!r}: the reference computes in float32 only; leave out --dtype.")
         return ReferenceModel(weights, options)
+
+    def open_calibrator(self, weights: ModelWeights, options: ModelOptions, num_threads: int) -> Calibrator:  # noqa: ARG002
+        """See `base.Backend.open_calibrator`: not done here."""
+        raise BackendError("backend='reference': does not calibrate; use cpu, gpu or tpu.")
 
 
 def _check_device(device: str | None) -> None:

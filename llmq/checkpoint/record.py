@@ -71,6 +71,28 @@ class Source(_Part):
     files: dict[str, SourceFile]
 
 
+class Calibration(_Part):
+    """How codes were chosen.
+
+    Attributes:
+        algorithm: As in ``--algorithm``.
+        dataset: The text, as the user named it; None when none was used.
+        tokens_sha256: Over the tokens of all sequences, as int32.
+        num_samples, seq_len, seed: Which sequences of it.
+        backend: What ran the model.
+        output_errors: Weight -> error of the linear's output relative to the output.
+    """
+
+    algorithm: str
+    dataset: str | None = None
+    tokens_sha256: str | None = None
+    num_samples: int | None = None
+    seq_len: int | None = None
+    seed: int | None = None
+    backend: str | None = None
+    output_errors: dict[str, float] = {}
+
+
 class Record(_Part):
     """The contents of ``llmq.json``.
 
@@ -84,6 +106,7 @@ class Record(_Part):
         files: Every other file of the artifact -> sha256 of its contents.
         versions: Of Python and the libraries the numbers come from.
         coverage: One row per tensor of the source.
+        calibration: How codes were chosen, unless by rounding alone.
     """
 
     llmq_version: str
@@ -96,6 +119,7 @@ class Record(_Part):
     files: dict[str, str]
     versions: dict[str, str]
     coverage: tuple[CoverageRow, ...]
+    calibration: Calibration | None = None
 
 
 def read_record(directory: Path) -> Record | None:

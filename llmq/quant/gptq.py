@@ -69,7 +69,7 @@ class Moments:
         # With H = R R^T, R upper triangular, the inverse of R is the wanted factor.
         reverse_I = order_I[::-1]
         root_II = np.linalg.cholesky(damped_II[np.ix_(reverse_I, reverse_I)])[::-1, ::-1]
-        factor_II, _ = scipy.linalg.lapack.dtrtri(np.asfortranarray(root_II))
+        factor_II = scipy.linalg.solve_triangular(root_II, np.eye(len(root_II)))
         return cls(damped_II.astype(np.float32), order_I, np.ascontiguousarray(factor_II, dtype=np.float32))
 
 
@@ -158,16 +158,16 @@ def round_with_feedback(
     codes_IO = np.empty_like(rest_IO)
     for first in range(0, num_features, _BLOCK):
         last = min(first + _BLOCK, num_features)
-        error_bO = np.empty((last - first, weight_IO.shape[1]), np.float32)
+        error_IO = np.empty((last - first, weight_IO.shape[1]), np.float32)
         for i in range(first, last):
             scale_O, zero_O = scale_GO[group_I[i]], None if zero_GO is None else zero_GO[group_I[i]]
             codes_IO[i] = nearest_codes(rest_IO[i], scale_O, zero_O, scheme)
             error_O = rest_IO[i] - codes_IO[i] * scale_O
             if zero_O is not None:
                 error_O -= zero_O
-            error_bO[i - first] = error_O / factor_II[i, i]
-            rest_IO[i + 1 : last] -= np.multiply.outer(factor_II[i, i + 1 : last], error_bO[i - first])
-        rest_IO[last:] -= factor_II[first:last, last:].T @ error_bO
+            error_IO[i - first] = error_O / factor_II[i, i]
+            rest_IO[i + 1 : last] -= np.multiply.outer(factor_II[i, i + 1 : last], error_IO[i - first])
+        rest_IO[last:] -= factor_II[first:last, last:].T @ error_IO
     result_IO = np.empty_like(codes_IO)
     result_IO[order_I] = codes_IO
     return result_IO
@@ -210,7 +210,7 @@ def descend(
             part = _Group(codes_IO[mine], scale_GO[group], zero_O, slope_IO[mine].copy(), moments_II[mine, mine])
             part.fit_grid(scheme)
             part.fit_codes(scheme)
-            slope_IO -= moments_II[:, mine] @ part.change_gO
+            slope_IO -= moments_II[:, mine] @ part.change_IO
     return (codes_IO, scale_GO) if zero_GO is None else (codes_IO, scale_GO, zero_GO)
 
 
@@ -237,63 +237,63 @@ class _Group:
     """One group of every row, and what changing it does to the loss; arrays change in place.
 
     Args:
-        codes_gO: Its codes.
+        codes_IO: Its codes.
         scale_O: Their scale.
         zero_O: Their zero, or None.
-        slope_gO: ``H (W - Q)`` of its features.
-        moments_gg: H among its features.
+        slope_IO: ``H (W - Q)`` of its features.
+        moments_II: H among its features.
     """
 
     def __init__(
         self,
-        codes_gO: np.ndarray,
+        codes_IO: np.ndarray,
         scale_O: np.ndarray,
         zero_O: np.ndarray | None,
-        slope_gO: np.ndarray,
-        moments_gg: np.ndarray,
+        slope_IO: np.ndarray,
+        moments_II: np.ndarray,
     ) -> None:
-        self.codes_gO, self.scale_O, self.zero_O = codes_gO, scale_O, zero_O
-        self.slope_gO, self.moments_gg = slope_gO, moments_gg
-        self.change_gO = np.zeros_like(codes_gO)
+        self.codes_IO, self.scale_O, self.zero_O = codes_IO, scale_O, zero_O
+        self.slope_IO, self.moments_II = slope_IO, moments_II
+        self.change_IO = np.zeros_like(codes_IO)
 
     def fit_grid(self, scheme: Scheme) -> None:
         """Least squares for scale and zero, kept where they lower the loss after they were rounded."""
-        along_gO = self.moments_gg @ self.codes_gO
-        cc_O, cs_O = (self.codes_gO * along_gO).sum(axis=0), (self.codes_gO * self.slope_gO).sum(axis=0)
+        along_IO = self.moments_II @ self.codes_IO
+        cc_O, cs_O = (self.codes_IO * along_IO).sum(axis=0), (self.codes_IO * self.slope_IO).sum(axis=0)
         if self.zero_O is None:
             step_O = _rounded(self.scale_O, cs_O / np.maximum(cc_O, _TINY), scheme)
             gain_O = step_O * (2.0 * cs_O - step_O * cc_O)
             step_O = np.where((gain_O > 0.0) & (self.scale_O + step_O > 0.0), step_O, 0.0)
-            self._move(self.codes_gO * step_O, along_gO * step_O)
+            self._move(self.codes_IO * step_O, along_IO * step_O)
             self.scale_O += step_O
             return
-        ones_g = self.moments_gg.sum(axis=1, keepdims=True)
-        c1_O, s1_O, m11 = along_gO.sum(axis=0), self.slope_gO.sum(axis=0), ones_g.sum()
+        ones_I1 = self.moments_II.sum(axis=1, keepdims=True)
+        c1_O, s1_O, m11 = along_IO.sum(axis=0), self.slope_IO.sum(axis=0), ones_I1.sum()
         det_O = np.maximum(cc_O * m11 - c1_O * c1_O, _TINY)
         step_O = _rounded(self.scale_O, (cs_O * m11 - s1_O * c1_O) / det_O, scheme)
         shift_O = _rounded(self.zero_O, (s1_O - step_O * c1_O) / m11, scheme)
         gain_O = step_O * (2.0 * cs_O - step_O * cc_O) + shift_O * (2.0 * (s1_O - step_O * c1_O) - shift_O * m11)
         better_O = (gain_O > 0.0) & (self.scale_O + step_O > 0.0)
         step_O, shift_O = np.where(better_O, step_O, 0.0), np.where(better_O, shift_O, 0.0)
-        self._move(self.codes_gO * step_O + shift_O, along_gO * step_O + ones_g * shift_O)
+        self._move(self.codes_IO * step_O + shift_O, along_IO * step_O + ones_I1 * shift_O)
         self.scale_O += step_O
         self.zero_O += shift_O
 
     def fit_codes(self, scheme: Scheme) -> None:
         """Each code in turn: the grid point nearest to where the loss is least along its weight."""
-        for i, codes_O in enumerate(self.codes_gO):
-            best_O = codes_O * self.scale_O + self.slope_gO[i] / self.moments_gg[i, i]
+        for i, codes_O in enumerate(self.codes_IO):
+            best_O = codes_O * self.scale_O + self.slope_IO[i] / self.moments_II[i, i]
             if self.zero_O is not None:
                 best_O += self.zero_O
             chosen_O = nearest_codes(best_O, self.scale_O, self.zero_O, scheme)
             step_O = (chosen_O - codes_O) * self.scale_O
             codes_O[:] = chosen_O
-            self.change_gO[i] += step_O
-            self.slope_gO -= np.multiply.outer(self.moments_gg[:, i], step_O)
+            self.change_IO[i] += step_O
+            self.slope_IO -= np.multiply.outer(self.moments_II[:, i], step_O)
 
-    def _move(self, change_gO: np.ndarray, along_gO: np.ndarray) -> None:
-        self.change_gO += change_gO
-        self.slope_gO -= along_gO
+    def _move(self, change_IO: np.ndarray, along_IO: np.ndarray) -> None:
+        self.change_IO += change_IO
+        self.slope_IO -= along_IO
 
 
 #: Keeps a quotient finite whose numerator is 0 as well.

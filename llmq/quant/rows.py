@@ -14,7 +14,9 @@ import numpy as np
 
 from llmq.config import Scheme
 from llmq.quant.affine import MAX_WEIGHT, MIN_NORMAL, choose_scale_zero, dtype_of, step
-from llmq.quant.fidelity import Fidelity
+from llmq.quant.fidelity import Fidelity, fidelity
+from llmq.quant.packing import pack_int4
+from llmq.quant.qtensor import QTensor
 
 #: Elements of a piece. Smaller ones fit a nearer cache, but threads then wait for each other.
 PIECE_ELEMENTS = 1 << 19
@@ -84,6 +86,20 @@ def quantize_rows(weight_OI: np.ndarray, scheme: Scheme, pool: ThreadPoolExecuto
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
         parts = list(pool.map(work, _pieces(num_rows, num_features)))
     return PackedMatrix(values, scale, zero, sum(parts, Fidelity()))
+
+
+def pack_matrix(weight_OI: np.ndarray, qtensor: QTensor) -> PackedMatrix:
+    """Codes chosen elsewhere, as they lie in a file.
+
+    Args:
+        weight_OI: What they stand for, to measure them against.
+        qtensor: The codes.
+
+    Returns:
+        Bytes ready to write.
+    """
+    values = pack_int4(qtensor.values) if qtensor.num_bits == 4 else qtensor.values
+    return PackedMatrix(values, qtensor.scale, qtensor.zero, fidelity(weight_OI, qtensor))
 
 
 def _pieces(num_rows: int, num_features: int) -> Iterator[slice]:

@@ -63,14 +63,15 @@ def read_dataset(dataset: str) -> str:
     if path.exists() or dataset.count("/") != 1 or dataset.startswith((".", "~", "/")):
         return read_text(path)
     try:
-        import datasets
+        from datasets import load_dataset
+        from datasets.exceptions import DatasetNotFoundError
     except ImportError as err:
         raise ConfigError(
             f"dataset={dataset}: is no file here, and the hub needs the datasets library; install llmq[eval]."
         ) from err
     try:
-        rows = datasets.load_dataset(dataset, split="train", streaming=True).take(_HUB_ROWS)
+        rows = load_dataset(dataset, split="train", streaming=True).take(_HUB_ROWS)
         return "\n".join(row["text"] for row in rows)
-    except (OSError, ValueError, KeyError, datasets.exceptions.DatasetNotFoundError) as err:
+    except (OSError, ValueError, KeyError, DatasetNotFoundError) as err:
         reason = str(err).strip().splitlines()[0].rstrip(".")
         raise ConfigError(f"dataset={dataset}: neither a file nor to be had from the hub ({reason}).") from err

@@ -1,6 +1,6 @@
 """The plugin behind ``--backend tpu``. JAX is imported when it is first needed."""
 
-from llmq.backends.base import InferenceModel, Memory, ModelOptions, Probe
+from llmq.backends.base import Calibrator, InferenceModel, Memory, ModelOptions, Probe
 from llmq.backends.tpu.chips import has_tpu_chip
 from llmq.checkpoint.loader import ModelWeights
 
@@ -33,3 +33,10 @@ class TPUBackend:
         from llmq.backends.tpu.infer import JaxModel
 
         return JaxModel(weights, options, open_device(options.device))
+
+    def open_calibrator(self, weights: ModelWeights, options: ModelOptions, num_threads: int) -> Calibrator:
+        """See `base.Backend.open_calibrator`. XLA's threads are those of the process."""
+        from llmq.backends.tpu.calibrate import JaxCalibrator
+        from llmq.backends.tpu.device import open_device
+
+        return JaxCalibrator(weights, options, open_device(options.device))

@@ -1,0 +1,224 @@
+"""`base.Calibrator` in JAX: sequences padded to one length, every stage one compiled function.
+
+Shape letters: B sequences of a batch, N positions of each, D hidden, I input features of a linear,
+K kv heads, R query heads of each, h head size, V vocabulary.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.tree_util import register_dataclass
+
+from llmq.backends.base import Block, ComputeType, ModelOptions, Stream
+from llmq.backends.tpu.device import Device
+from llmq.backends.tpu.linear import Leaf
+from llmq.backends.tpu.model import precision
+from llmq.checkpoint.loader import ModelWeights
+from llmq.model.config import ModelConfig
+from llmq.model.names import EMBEDDING, FINAL_NORM, LM_HEAD, STAGES
+from llmq.model.rotary import rotary_tables
+from llmq.quant import QTensor, dequantize
+from llmq.quant.affine import dtype_of
+
+#: Tokens computed together, unless one sequence is longer.
+_BATCH_TOKENS = 2048
+
+#: Lengths of sequences are rounded up to multiples of this, so that few functions are compiled.
+_LENGTH_STEP = 64
+
+
+@register_dataclass
+@dataclass(frozen=True)
+class Batch:
+    """Some sequences, padded at their ends.
+
+    Attributes:
+        valid_BN: Which positions are tokens.
+        hidden_BND: The residual stream.
+        inputs_BNI: What the linears of the stage read.
+    """
+
+    valid_BN: Leaf
+    hidden_BND: Leaf
+    inputs_BNI: Leaf
+
+
+class JaxCalibrator:
+    """See `base.Calibrator`.
+
+    Args:
+        weights: The model; only what lies outside the blocks is read.
+        options: Compute type and the longest sequence.
+        device: Where to run.
+    """
+
+    def __init__(self, weights: ModelWeights, options: ModelOptions, device: Device) -> None:
+        dtype: ComputeType = options.dtype or ("float32" if device.platform == "cpu" else "bfloat16")
+        self._config, self._dtype, self._device = weights.config, dtype, device
+        self._embedding_VD = self._put(weights[EMBEDDING])
+        tied = weights.config.tie_embeddings
+        self._head_VD = self._embedding_VD if tied else self._put(weights[LM_HEAD])
+        self._final_norm_D = self._put(weights[FINAL_NORM])
+        num_positions = -(-options.max_len // _LENGTH_STEP) * _LENGTH_STEP
+        self._rotation = jax.device_put(rotary_tables(weights.config, num_positions), device)
+
+    def start(self, sequences: Sequence[np.ndarray]) -> Stream:
+        """See `base.Calibrator.start`."""
+        return [self._embed(batch) for batch in _batches(sequences)]
+
+    def advance(self, stream: Stream, block: Block, stage: int) -> Stream:
+        """See `base.Calibrator.advance`."""
+        tensors = {name: self._put(tensor) for name, tensor in block.items() if name in _READ[stage]}
+        return [_advance(self._config, self._dtype, stage, tensors, self._rotation, batch) for batch in stream]
+
+    def moments(self, left: Stream, right: Stream) -> np.ndarray:
+        """See `base.Calibrator.moments`."""
+        total = np.float64(0.0)
+        for ours, theirs in zip(left, right, strict=True):
+            total = total + np.asarray(_moments(ours, theirs), np.float64)
+        return np.asarray(total)
+
+    def divergence(self, baseline: Stream, stream: Stream) -> float:
+        """See `base.Calibrator.divergence`."""
+        total = num_tokens = 0.0
+        head = (self._final_norm_D, self._head_VD)
+        for ours, theirs in zip(baseline, stream, strict=True):
+            kl_BN = np.asarray(_divergence(self._config, self._dtype, head, ours, theirs), np.float64)
+            total += float(kl_BN.sum())
+            num_tokens += int(np.asarray(ours.valid_BN).sum())
+        return total / num_tokens
+
+    def _embed(self, sequences: Sequence[np.ndarray]) -> Batch:
+        length = -(-max(map(len, sequences)) // _LENGTH_STEP) * _LENGTH_STEP
+        token_BN = np.zeros((len(sequences), length), np.int32)
+        valid_BN = np.zeros(token_BN.shape, bool)
+        for row, sequence in enumerate(sequences):
+            token_BN[row, : len(sequence)] = sequence
+            valid_BN[row, : len(sequence)] = True
+        hidden_BND = self._embedding_VD[jax.device_put(token_BN, self._device)]
+        return Batch(jax.device_put(valid_BN, self._device), hidden_BND, hidden_BND[:, :0])
+
+    def _put(self, tensor: np.ndarray | QTensor) -> jax.Array:
+        dense = dequantize(tensor) if isinstance(tensor, QTensor) else tensor
+        return jax.device_put(dense.astype(dtype_of(np, self._dtype)), self._device)
+
+
+#: Tensors of a block that each stage reads.
+_READ = (
+    {"input_layernorm.weight"},
+    {f"self_attn.{n}_{part}" for n in "qkv" for part in ("proj.weight", "proj.bias", "norm.weight")},
+    {"self_attn.o_proj.weight", "self_attn.o_proj.bias", "post_attention_layernorm.weight"},
+    {f"mlp.{n}_proj.{part}" for n in ("gate", "up") for part in ("weight", "bias")},
+    {"mlp.down_proj.weight", "mlp.down_proj.bias"},
+)
+
+_Tensors = Mapping[str, jax.Array]
+
+
+def _batches(sequences: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
+    """Sequences, up to `_BATCH_TOKENS` tokens together with their padding."""
+    batches: list[list[np.ndarray]] = []
+    longest = 0
+    for sequence in sequences:
+        longest = max(longest, len(sequence))
+        if not batches or longest * (len(batches[-1]) + 1) > _BATCH_TOKENS:
+            batches.append([])
+            longest = len(sequence)
+        batches[-1].append(sequence)
+    return batches
+
+
+@partial(jax.jit, static_argnames=("config", "dtype", "stage"))
+def _advance(
+    config: ModelConfig, dtype: str, stage: int, block: _Tensors, rotation: tuple[jax.Array, jax.Array], batch: Batch
+) -> Batch:
+    with precision(dtype):
+        hidden_BND, inputs_BNI = batch.hidden_BND, batch.inputs_BNI
+        if stage == 0:
+            inputs_BNI = _norm(hidden_BND, block["input_layernorm.weight"], config.norm_eps)
+        elif stage == 1:
+            inputs_BNI = _attended(config, block, rotation, inputs_BNI)
+        elif stage == 2:
+            hidden_BND = hidden_BND + _linear(block, "self_attn.o_proj", inputs_BNI)
+            inputs_BNI = _norm(hidden_BND, block["post_attention_layernorm.weight"], config.norm_eps)
+        elif stage == 3:
+            gate, up = (_linear(block, f"mlp.{name}_proj", inputs_BNI) for name in ("gate", "up"))
+            inputs_BNI = jax.nn.silu(gate) * up
+        else:
+            assert stage == len(STAGES)
+            hidden_BND = hidden_BND + _linear(block, "mlp.down_proj", inputs_BNI)
+            inputs_BNI = hidden_BND[:, :0]
+        return Batch(batch.valid_BN, hidden_BND, inputs_BNI)
+
+
+def _attended(
+    config: ModelConfig, block: _Tensors, rotation: tuple[jax.Array, jax.Array], inputs_BNI: jax.Array
+) -> jax.Array:
+    """Causal attention of each sequence on itself; padding stands behind all that is read."""
+    num_sequences, length, _ = inputs_BNI.shape
+    q, k, v = (
+        _linear(block, f"self_attn.{name}_proj", inputs_BNI).reshape(num_sequences, length, -1, config.head_dim)
+        for name in "qkv"
+    )
+    if config.qk_norm:
+        q, k = (_norm(x, block[f"self_attn.{name}_norm.weight"], config.norm_eps) for name, x in (("q", q), ("k", k)))
+    q_BNHh, k_BNKh = (_rotate(x, rotation) for x in (q, k))
+    q_BNKRh = q_BNHh.reshape(*k_BNKh.shape[:3], -1, config.head_dim)
+    scores_BKRNT = jnp.einsum("BNKRh,BTKh->BKRNT", q_BNKRh, k_BNKh, preferred_element_type=jnp.float32)
+    distance_NT = jnp.arange(length)[:, None] - jnp.arange(length)
+    visible_NT = distance_NT >= 0
+    if config.sliding_window is not None:
+        visible_NT &= distance_NT < config.sliding_window
+    probs_BKRNT = jax.nn.softmax(jnp.where(visible_NT, scores_BKRNT * config.head_dim**-0.5, -jnp.inf), axis=-1)
+    out_BNKRh = jnp.einsum("BKRNT,BTKh->BNKRh", probs_BKRNT.astype(v.dtype), v)
+    return out_BNKRh.reshape(num_sequences, length, -1)
+
+
+@jax.jit
+def _moments(left: Batch, right: Batch) -> jax.Array:
+    with precision("float32"):
+        left_MI = jnp.where(left.valid_BN[..., None], left.inputs_BNI, 0).astype(jnp.float32)
+        return jnp.einsum("BNI,BNJ->IJ", left_MI, right.inputs_BNI.astype(jnp.float32))
+
+
+@partial(jax.jit, static_argnames=("config", "dtype"))
+def _divergence(
+    config: ModelConfig, dtype: str, head: tuple[jax.Array, jax.Array], baseline: Batch, batch: Batch
+) -> jax.Array:
+    """KL divergence of each position, 0 at padding; a sequence at a time, for the logits are many."""
+    norm_D, head_VD = head
+
+    def log_probs(hidden_ND: jax.Array) -> jax.Array:
+        x_ND = _norm(hidden_ND, norm_D, config.norm_eps)
+        return jax.nn.log_softmax(jnp.dot(x_ND, head_VD.T, preferred_element_type=jnp.float32), axis=-1)
+
+    def one(rows: tuple[jax.Array, jax.Array]) -> jax.Array:
+        ours_NV, theirs_NV = map(log_probs, rows)
+        return jnp.sum(jnp.exp(ours_NV) * (ours_NV - theirs_NV), axis=-1)
+
+    with precision(dtype):
+        kl_BN = lax.map(one, (baseline.hidden_BND, batch.hidden_BND))
+        return jnp.where(batch.valid_BN, kl_BN, 0.0)
+
+
+def _linear(block: _Tensors, name: str, x_BNI: jax.Array) -> jax.Array:
+    y_BNO = jnp.einsum("BNI,OI->BNO", x_BNI, block[f"{name}.weight"], preferred_element_type=jnp.float32)
+    bias_O = block.get(f"{name}.bias")
+    return (y_BNO if bias_O is None else y_BNO + bias_O).astype(x_BNI.dtype)
+
+
+def _norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    wide = x.astype(jnp.float32)
+    scaled = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return (scaled * weight.astype(jnp.float32)).astype(x.dtype)
+
+
+def _rotate(x_BNHh: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
+    first, second = jnp.split(x_BNHh.astype(jnp.float32), 2, axis=-1)
+    cos, sin = (table_Th[: x_BNHh.shape[1], None] for table_Th in rotation)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x_BNHh.dtype)

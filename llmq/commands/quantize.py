@@ -1,0 +1,100 @@
+"""``llmq quantize``: a checkpoint to an artifact, with codes chosen by an algorithm."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from llmq.commands import options
+from llmq.config import Override, QuantizationConfig, validated
+
+if TYPE_CHECKING:
+    from llmq.quantize.blocks import QuantizedBlock
+
+
+def quantize(
+    model: options.Model,
+    output: options.Output = None,
+    scheme: options.SchemeName = "int4_blockwise",
+    algorithm: Annotated[str, typer.Option("--algorithm", help="rtn, mse and hqq need no data; awq, gptq and awq+gptq calibrate on --dataset.")] = "gptq",
+    dataset: Annotated[str | None, typer.Option("--dataset", help="Text to calibrate on: a file, plain or JSON lines with a page or text each, or a hub id.", show_default=False)] = None,
+    num_samples: Annotated[int, typer.Option("--num-samples", help="Sequences of the text.")] = 128,
+    seq_len: Annotated[int, typer.Option("--seq-len", help="Tokens of each.")] = 512,
+    seed: Annotated[int, typer.Option("--seed", help="Chooses the sequences.")] = 0,
+    groupsize: options.GroupSize = None,
+    groupsize_fallback: options.GroupSizeFallback = False,
+    sym: options.Symmetric = None,
+    embedding: options.EmbeddingScheme = QuantizationConfig.model_fields["embedding"].default,
+    lm_head: options.HeadScheme = QuantizationConfig.model_fields["lm_head"].default,
+    ignore: options.Ignore = None,
+    override: options.Overrides = None,
+    backend: options.BackendName = "auto",
+    device: options.Device = None,
+    dtype: options.DType = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on where an interrupted run to the same output stopped.")] = False,
+    dry_run: options.DryRun = False,
+    strict: options.Strict = False,
+    force: options.Force = False,
+    as_json: options.Json = False,
+) -> None:  # fmt: skip
+    """Quantize a checkpoint with an algorithm that searches or calibrates, and write an artifact."""
+    config = validated(
+        QuantizationConfig,
+        scheme=scheme,
+        group_size=groupsize,
+        groupsize_fallback=groupsize_fallback,
+        embedding=embedding,
+        lm_head=lm_head,
+        ignore=tuple(ignore or ()),
+        overrides=tuple(Override.parse(text) for text in override or ()),
+        **({} if sym is None else {"symmetric": sym}),
+    )
+    from llmq.commands.convert import print_coverage, summary
+    from llmq.commands.terminal import count_progress, human_bytes, print_json, say
+    from llmq.convert import coverage_row, plan_conversion
+    from llmq.quantize.options import QuantizeOptions
+    from llmq.quantize.run import Run, check_algorithm, quantize
+
+    wanted = validated(
+        QuantizeOptions,
+        algorithm=algorithm,
+        dataset=dataset,
+        num_samples=num_samples,
+        seq_len=seq_len,
+        seed=seed,
+        backend=backend,
+        device=device,
+        dtype=dtype,
+    )
+    plan = plan_conversion(model, config, strict=strict)
+    check_algorithm(plan, wanted)
+    target = output or Path(f"{Path(model).resolve().stem}-{config.scheme}-{algorithm}")
+    if dry_run:
+        rows = [coverage_row(row).model_dump(mode="json") for row in plan.coverage]
+        print_coverage(rows)
+        size = plan.artifact_bytes
+        say(f"{summary(rows)}; would write {human_bytes(size)} ({size:,} bytes) to {target}")
+        if as_json:
+            print_json({"dry_run": True, "output": str(target), "artifact_bytes": size, "coverage": rows})
+        return
+    command = ["llmq", *sys.argv[1:]]
+    with count_progress() as progress:
+        done = quantize(plan, wanted, target, Run(force, resume, command, progress=progress, tell=_print_block))
+    record = done.model_dump(mode="json")
+    written = sum(file.stat().st_size for file in target.iterdir())
+    print_coverage(record["coverage"])
+    say(
+        f"{summary(record['coverage'])}; {human_bytes(plan.source_bytes)} -> {human_bytes(written)} ({written:,} bytes) in {target}"
+    )
+    if as_json:
+        print_json({"output": str(target), "artifact_bytes": written, **record})
+
+
+def _print_block(block: "QuantizedBlock") -> None:
+    from llmq.commands.terminal import say
+
+    errors = ", ".join(
+        f"{name.split('.')[1].removesuffix('_proj')} {error:.2%}" for name, error in block.errors.items()
+    )
+    say(f"block {block.index}: output error {errors}" if errors else f"block {block.index}: finished before")

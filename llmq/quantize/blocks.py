@@ -1,0 +1,135 @@
+"""Quantizing a model block by block, each for what the quantized blocks before it give it.
+
+A block has four stages (`llmq.model.names.STAGES`): linears that read the same input. A stage is
+quantized for the second moments of its input as the already quantized stages compute it, so that
+later linears see, and make up for, what earlier ones lost. Beside that stream of activations runs a
+second one, of the model as it was; the difference between the two moves the target of each linear:
+
+    min over W'  sum |W x~ - W' x|^2   =>   W' = W C H^-1        C = sum x~ x^T,  H = sum x x^T
+
+with x~ the input in the unquantized model. In memory are one block, and the two streams.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+from threadpoolctl import threadpool_limits
+
+from llmq.backends.base import Calibrator
+from llmq.checkpoint.loader import ModelWeights
+from llmq.config import Scheme
+from llmq.model.names import STAGES, layer_prefix
+from llmq.quant import QTensor, dequantize
+from llmq.quant.gptq import Moments, damp, solve
+from llmq.quant.search import search_grid
+from llmq.quantize.options import Algorithm
+
+#: Tensors of a layer by their names without its prefix.
+Block = dict[str, "np.ndarray | QTensor"]
+
+#: How far targets follow the difference between the streams. 1 would be exact, and fit noise.
+CORRECTION = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedBlock:
+    """A finished block.
+
+    Attributes:
+        index: Which layer.
+        tensors: What changed: codes of its linears, and tensors that scales were folded into.
+        errors: Linear -> error of its output relative to the output, for the inputs it sees.
+    """
+
+    index: int
+    tensors: Block
+    errors: Mapping[str, float]
+
+
+def quantize_blocks(
+    calibrator: Calibrator,
+    weights: ModelWeights,
+    schemes: Mapping[str, Scheme],
+    sequences: Sequence[np.ndarray],
+    algorithm: Algorithm,
+    pool: ThreadPoolExecutor,
+    finished: Callable[[int], QuantizedBlock | None] = lambda _: None,
+) -> Iterator[QuantizedBlock]:
+    """Quantize the linears of a model.
+
+    Args:
+        calibrator: Runs blocks.
+        weights: The model as it was.
+        schemes: Weight name -> its grid; linears that are not listed stay as they are.
+        sequences: What to calibrate on.
+        algorithm: How.
+        pool: Threads of the solver. Their number does not change a bit of the result.
+        finished: Gives blocks that an earlier run has finished; they are only run.
+
+    Yields:
+        Each block, in order.
+    """
+    before = calibrator.start(sequences)
+    stream = before
+    for index in range(weights.config.num_layers):
+        prefix = layer_prefix(index)
+        source: Block = {name.removeprefix(prefix): weights[name] for name in weights if name.startswith(prefix)}
+        done = finished(index)
+        block = {**source, **done.tensors} if done else dict(source)
+        errors: dict[str, float] = {}
+        for stage, linears in enumerate(STAGES):
+            before, stream = calibrator.advance(before, source, stage), calibrator.advance(stream, block, stage)
+            names = [f"{linear}.weight" for linear in linears if f"{prefix}{linear}.weight" in schemes]
+            if done or not names:
+                continue
+            moments_II, cross_II = calibrator.moments(stream, stream), calibrator.moments(before, stream)
+            with threadpool_limits(1, user_api="blas"):
+                solver = _Solver(moments_II, cross_II, algorithm, pool)
+                for name in names:
+                    block[name], errors[name] = solver(block[name], schemes[prefix + name])
+        before, stream = (
+            calibrator.advance(before, source, len(STAGES)),
+            calibrator.advance(stream, block, len(STAGES)),
+        )
+        changed = {name: tensor for name, tensor in block.items() if tensor is not source[name]}
+        yield done or QuantizedBlock(index, changed, errors)
+
+
+class _Solver:
+    """Quantizes the linears of a stage.
+
+    Args:
+        moments_II: Of the stage's input.
+        cross_II: Of the input in the unquantized model with it.
+        algorithm: How.
+        pool: Threads.
+    """
+
+    def __init__(
+        self, moments_II: np.ndarray, cross_II: np.ndarray, algorithm: Algorithm, pool: ThreadPoolExecutor
+    ) -> None:
+        self._moments_II, self._algorithm, self._pool = moments_II, algorithm, pool
+        self._moments = Moments.of(moments_II) if algorithm.feedback else None
+        damped_II = damp(moments_II)
+        shift_II = (cross_II - moments_II) * (len(moments_II) / max(np.trace(moments_II), 1e-300))
+        self._correction_II = CORRECTION * np.linalg.solve(damped_II, shift_II.T).T
+
+    def __call__(self, weight: np.ndarray | QTensor, scheme: Scheme) -> tuple[QTensor, float]:
+        assert isinstance(weight, np.ndarray)
+        weight_OI = weight.astype(np.float32)
+        target_OI = weight_OI
+        if self._algorithm.feedback:
+            target_OI = (weight_OI + weight_OI.astype(np.float64) @ self._correction_II).astype(np.float32)
+        scale_OG, zero_OG = search_grid(target_OI, scheme, self._algorithm.grid, self._pool)
+        assert self._moments
+        codes = solve(target_OI, scale_OG, zero_OG, self._moments, scheme, self._pool)
+        return codes, self._error(weight_OI, codes)
+
+    def _error(self, weight_OI: np.ndarray, codes: QTensor) -> float:
+        """Norm of the output's error over that of the output."""
+        weight = weight_OI.astype(np.float64)
+        error = weight - dequantize(codes).astype(np.float64)
+        squared, lost = (float(np.vdot(matrix @ self._moments_II, matrix)) for matrix in (weight, error))
+        return (lost / squared) ** 0.5 if squared > 0.0 else 0.0

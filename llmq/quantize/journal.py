@@ -1,0 +1,107 @@
+"""Finished blocks on disk: the writer reads them in the end, and a run that was killed goes on from them."""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmq.checkpoint import layout
+from llmq.checkpoint.layout import Entry
+from llmq.checkpoint.loader import logical_names
+from llmq.checkpoint.safetensors import read_header, write_file
+from llmq.checkpoint.writer import to_json
+from llmq.errors import ConfigError
+from llmq.quant import QTensor, pack_int4
+from llmq.quantize.blocks import QuantizedBlock
+
+#: Holds what was run; each block has a file of its own beside it.
+_RUN = "run.json"
+
+
+class Journal:
+    """Blocks of one run, in a directory.
+
+    Args:
+        directory: Beside the output.
+        run: Everything that can change a bit of the result, as JSON values.
+        resume: Go on from what the directory holds, rather than start anew.
+
+    Raises:
+        ConfigError: The directory is of another run.
+    """
+
+    def __init__(self, directory: Path, run: Mapping[str, Any], *, resume: bool) -> None:
+        self._directory = directory
+        if resume and directory.exists():
+            _check_same(directory, json.loads(to_json(run)))
+            return
+        if directory.exists():
+            shutil.rmtree(directory)
+        directory.mkdir(parents=True)
+        staged = directory / ".partial"
+        staged.write_bytes(to_json(run))
+        staged.replace(directory / _RUN)
+
+    def add(self, block: QuantizedBlock) -> None:
+        """Keep a block; all of it or, if the process dies, nothing.
+
+        Args:
+            block: Just finished.
+        """
+        parts: dict[str, np.ndarray] = {}
+        for name, tensor in block.tensors.items():
+            if isinstance(tensor, QTensor):
+                values = pack_int4(tensor.values) if tensor.num_bits == 4 else tensor.values
+                grid = {layout.VALUES: values, layout.SCALE: tensor.scale, layout.ZERO: tensor.zero}
+                parts.update({name + suffix: array for suffix, array in grid.items() if array is not None})
+            else:
+                parts[name] = tensor
+        staged = self._directory / ".partial"
+        write_file(staged, parts.items(), {"errors": json.dumps(dict(block.errors))})
+        staged.replace(self._path(block.index))
+
+    def get(self, index: int) -> QuantizedBlock | None:
+        """A block from before.
+
+        Args:
+            index: Which layer.
+
+        Returns:
+            The block, or None where it is still to do.
+        """
+        path = self._path(index)
+        if not path.is_file():
+            return None
+        stored, metadata = read_header(path)
+        entries: dict[str, Entry] = {name: (tensor.dtype, tensor.shape) for name, tensor in stored.items()}
+        tensors = {
+            name: layout.decode(name, entries, lambda part: stored[part].read())
+            if name + layout.VALUES in stored
+            else stored[name].read()
+            for name in logical_names(stored)
+        }
+        return QuantizedBlock(index, tensors, json.loads(metadata["errors"]))
+
+    def remove(self) -> None:
+        """Delete everything: the artifact stands."""
+        shutil.rmtree(self._directory)
+
+    def _path(self, index: int) -> Path:
+        return self._directory / f"block-{index:05d}.safetensors"
+
+
+def _check_same(directory: Path, run: Mapping[str, Any]) -> None:
+    try:
+        before = json.loads((directory / _RUN).read_bytes())
+    except (OSError, ValueError) as err:
+        raise ConfigError(f"resume: {directory} holds no usable run; leave out --resume to start anew.") from err
+    changed = sorted(name for name in {*before, *run} if before.get(name) != run.get(name))
+    if changed:
+        name = changed[0]
+        raise ConfigError(
+            f"resume: the interrupted run had {name}={before.get(name)!r}, now it is {run.get(name)!r}; "
+            "give the same settings, or leave out --resume to start anew."
+        )
