@@ -1,5 +1,6 @@
 """Fixtures that several test modules share."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,9 @@ from llmq.convert import convert, plan_conversion
 
 ROOT = Path(__file__).parents[1]
 SMOLLM2 = ROOT / ".models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+# What tests compile stays out of the user's own cache.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".pytest_cache" / "jax"))
 
 #: Evaluation texts, beside the checkout where there is one.
 DATA = ROOT.parent / "shared" / "data"

@@ -57,7 +57,7 @@ class JaxModel:
             raise BackendError(
                 "dtype='bfloat16': JAX has no fast bfloat16 product on the cpu; use float32 or --backend cpu."
             )
-        self._config, self._device = weights.config, device
+        self._config = weights.config
         layouts = CPU_LAYOUTS if on_cpu else ACCELERATOR_LAYOUTS
         self._params, kernels = load_params(weights, layouts, dtype, options.max_len, device)
         self.caps = Caps(
@@ -87,8 +87,8 @@ class JaxModel:
     def warmup(self, state: State) -> State:
         """See `base.InferenceModel.warmup`."""
         longest = min(self.caps.chunk_size, self.caps.max_len)
-        for size in CHUNK_SIZES:
-            state, _ = self.extend(state, 0, np.zeros(min(size, longest), np.int32), 0, want_logits=True)
+        for num_tokens in sorted({min(size, longest) for size in CHUNK_SIZES}):
+            state, _ = self.extend(state, 0, np.zeros(num_tokens, np.int32), 0, want_logits=True)
         state = self.copy_slot(state, 0, 0, 1)
         idle, uniform = np.zeros(self.caps.num_slots, bool), np.zeros(self.caps.num_slots, np.float32)
         for allowed in (None, self._all_allowed):
@@ -147,15 +147,6 @@ class JaxModel:
         """See `base.InferenceModel.fetch`."""
         return StepOut(*(np.asarray(array) for array in handle))
 
-    def stats(self) -> Stats:
-        """See `base.InferenceModel.stats`. Other models of the process count as well."""
-        return Stats(num_compiles(), self._num_bytes)
-
-    def close(self) -> None:
-        """See `base.InferenceModel.close`."""
-        for leaf in jax.tree.leaves(self._params):
-            leaf.delete()
-
     def score(self, state: State, slot: int, shared: int, runs: Sequence[Run]) -> tuple[State, list[Scores | None]]:
         """See `base.InferenceModel.score`."""
         placed = place_runs(runs, shared)
@@ -173,6 +164,15 @@ class JaxModel:
         ends = np.cumsum([len(rows.token_N) for rows in scored])[:-1]
         of_run = zip(np.split(logprobs, ends), np.split(is_greedy, ends), strict=True)
         return state, [None if run.targets is None else Scores(*next(of_run)) for run in runs]
+
+    def stats(self) -> Stats:
+        """See `base.InferenceModel.stats`. Other models of the process count as well."""
+        return Stats(num_compiles(), self._num_bytes)
+
+    def close(self) -> None:
+        """See `base.InferenceModel.close`."""
+        for leaf in jax.tree.leaves(self._params):
+            leaf.delete()
 
     def _write(self, state: State, slot: int, shared: int, chunk: Rows) -> tuple[State, jax.Array]:
         assert chunk.row_N.max() < self.caps.max_len, "tokens must be within their slot"

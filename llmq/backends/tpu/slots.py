@@ -1,8 +1,8 @@
 """What each slot writes next, and how the token after it is chosen; all of it stays on the device.
 
 A step is three programs: `model.decode` gives logits, `take_likeliest` or `take_sampled` chooses from
-them, and `log_probabilities` reports on them. What is asked of one slot can then change neither the
-logits nor the choice of another: the same program computes them.
+them, and `log_probabilities` reports on them. So what is asked of one slot does not change which
+program computes another's numbers: only the most likely token has two, and it comes of comparisons.
 
 Suffixes: S slots, V vocabulary, W words of 32 tokens.
 """
