@@ -1,12 +1,12 @@
 """Every refusal in OpenAI's shape; `answer_of` is the table."""
 
+import reprlib
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
 from pydantic import ValidationError
 
-from llmq.config import first_error
 from llmq.errors import (
     CheckpointError,
     ConfigError,
@@ -120,22 +120,23 @@ def context_exceeded(num_prompt: str, max_tokens: int, context: int, param: str)
     return invalid(message, param, "context_length_exceeded")
 
 
-def broken_rule(err: ValidationError, rename: Mapping[str, str] = MappingProxyType({})) -> ApiError:
+def broken_rule(err: ValidationError) -> ApiError:
     """The first broken rule of a body.
 
     Args:
         err: What pydantic found.
-        rename: Our name of a field -> the request's.
 
     Returns:
         A 400 with the field as ``param``.
     """
-    place = [part for part in err.errors(include_url=False)[0]["loc"] if _is_field(part)]
-    param = "".join(f"[{part}]" if isinstance(part, int) else f".{rename.get(part, part)}" for part in place)
-    message = first_error(err).encode("utf-8", "replace").decode()
-    for ours, theirs in rename.items():
-        message = theirs + message.removeprefix(ours) if message.startswith(f"{ours}=") else message
-    return invalid(f"{message}.", param.removeprefix(".") or None)
+    first = err.errors(include_url=False, include_context=False)[0]
+    place = [part for part in first["loc"] if _is_field(part)]
+    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).removeprefix(".")
+    if first["type"] == "missing":
+        return invalid(f"{param}: is missing.", param)
+    rule = first["msg"].removeprefix("Value error, ")
+    value = reprlib.repr(first["input"]).encode("utf-8", "replace").decode()  # of a bounded size, however large it is
+    return invalid(f"{param}={value}: {rule[0].lower()}{rule[1:]}.", param or None)
 
 
 _BRANCHES = frozenset({"str", "int", "float", "bool", "none"})

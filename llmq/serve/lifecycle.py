@@ -6,6 +6,7 @@ engine's death    live requests get an error, /health answers 503 for a moment; 
 """
 
 import asyncio
+import gc
 import logging
 import signal
 import socket
@@ -95,6 +96,8 @@ async def serve(
         timeout_graceful_shutdown=1,
     )
     http = _Uvicorn(config)
+    gc.collect()
+    gc.freeze()  # what is there stays: collections while serving need not look at it
     service.start()
     serving = asyncio.create_task(http.serve(sockets=[sock]))
     serving.add_done_callback(lambda _task: ending.put_nowait("signal"))  # it could not listen

@@ -1,10 +1,10 @@
 """From a body's sampling fields to `SamplingParams`, over the model's own defaults."""
 
+import json
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-import orjson
 from pydantic import ValidationError
 
 from llmq.config import first_error
@@ -149,5 +149,11 @@ def json_grammar(schema: Mapping[str, Any]) -> Grammar:
 
     Returns:
         The grammar.
+
+    Raises:
+        ApiError: It is nested too deeply.
     """
-    return Grammar(kind="json_schema", source=orjson.dumps(schema).decode())
+    try:
+        return Grammar(kind="json_schema", source=json.dumps(schema))
+    except RecursionError as err:
+        raise invalid("The schema is nested too deeply.", "response_format") from err

@@ -146,7 +146,7 @@ class NamedTool(Body):
 class ChatBody(SamplingBody):
     """``POST /v1/chat/completions``."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=65536, fail_fast=True)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=8192, fail_fast=True)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -157,13 +157,17 @@ class ChatBody(SamplingBody):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
+#: Characters of a text to count the tokens of: more than any context, for documents that are scored in windows.
+MAX_TEXT = 1 << 20
+
+
 class TokenizeBody(Body):
     """``POST /tokenize``: a prompt, or a conversation."""
 
     model: str | None = None
-    prompt: str | None = None
+    prompt: Annotated[str, Field(max_length=MAX_TEXT)] | None = None
     add_special_tokens: bool | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=65536, fail_fast=True)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=8192, fail_fast=True)] | None = None
     add_generation_prompt: bool | None = None
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -197,6 +201,14 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     }
 )  # fmt: skip
 
+#: Nothing else runs while JSON is parsed, so that what takes over 0.1 s is refused by a glance at the bytes:
+#: more lists, objects and keys than this, or more elements of lists.
+MAX_VALUES = 100_000
+MAX_ELEMENTS = 1_000_000
+
+#: Of the body itself.
+MAX_FIELDS = 256
+
 B = TypeVar("B", bound=Body)
 
 
@@ -213,12 +225,16 @@ def parse(cls: type[B], raw: bytes) -> tuple[B, int]:
     Raises:
         ApiError: It is not valid JSON, breaks a rule, or asks for something that is not supported.
     """
+    if sum(map(raw.count, (b"[", b"{", b'":'))) > MAX_VALUES or raw.count(b",") > MAX_ELEMENTS:
+        raise invalid("The body has too many values; send less at a time.")
     try:
         value = orjson.loads(raw)
     except orjson.JSONDecodeError as err:
         raise invalid(f"The body is not valid JSON: {err}.") from err
     if not isinstance(value, dict):
         raise invalid("The body must be a JSON object.")
+    if len(value) > MAX_FIELDS:
+        raise invalid(f"The body has {len(value)} fields; at most {MAX_FIELDS} are allowed.")
     try:
         body = cls.model_validate(value)
     except ValidationError as err:

@@ -240,9 +240,10 @@ def parse_call(text: str, names: frozenset[str]) -> Call | None:
     if not isinstance(value, dict) or value.get("name") not in names:
         return None
     arguments = value.get("arguments", value.get("parameters", {}))
-    if not isinstance(arguments, dict):
+    try:
+        return Call(value["name"], orjson.dumps(arguments).decode()) if isinstance(arguments, dict) else None
+    except orjson.JSONEncodeError:  # nested too deeply
         return None
-    return Call(value["name"], orjson.dumps(arguments).decode())
 
 
 def _call_schema(tools: Sequence[Tool]) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """Slots and context from free memory."""
 
 import re
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -30,7 +29,7 @@ def plan(weights: ModelWeights, room: int, **asked: int | None):
     return plan_capacity(weights, Memory(free, free), dtype="float32", kv_int8=False, default_slots=4, **wanted)
 
 
-def test_bytes(weights: ModelWeights, tmp_path: Path) -> None:
+def test_bytes(weights: ModelWeights) -> None:
     assert [bytes_per_token(weights.config, kind) for kind in ("float32", "bfloat16", "int8")] == [
         FLOAT32,
         BFLOAT16,
@@ -69,7 +68,7 @@ def test_what_does_not_fit_is_refused_with_what_would(weights: ModelWeights, ask
 
 
 def test_weights_that_do_not_fit(weights: ModelWeights) -> None:
-    with pytest.raises(ConfigError, match="memory: .* are free, but the weights take"):
+    with pytest.raises(ConfigError, match=r"memory: .* are free, but the weights take"):
         plan(weights, 0)
 
 

@@ -1,6 +1,7 @@
 """Calls in a model's text, however it is cut into pieces."""
 
 import json
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -20,7 +21,7 @@ cuts = st.lists(st.integers(0, 200), max_size=12)
 def read(parser: Parser, text: str, places: list[int]) -> tuple[str, list[tuple[str, dict]]]:
     """The text shown and the calls made when it arrives in pieces."""
     edges = [0, *sorted({place for place in places if place < len(text)}), len(text)]
-    results = [parser.push(text[a:b]) for a, b in zip(edges, edges[1:], strict=False)]
+    results = [parser.push(text[a:b]) for a, b in pairwise(edges)]
     results.append(parser.finish())
     calls = [(call.name, json.loads(call.arguments)) for _, found in results for call in found]
     return "".join(shown for shown, _ in results), calls
