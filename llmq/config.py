@@ -16,6 +16,9 @@ from llmq.errors import ConfigError
 #: Group sizes tried, largest first, when the user did not name one.
 AUTO_GROUP_SIZES = (128, 64, 32)
 
+#: Input features that share a scale.
+GroupSize = Annotated[int, Field(ge=8, multiple_of=8)]
+
 T = TypeVar("T", bound=BaseModel)
 
 #: Policy value that keeps a tensor in its source type.
@@ -108,22 +111,31 @@ class Override(Frozen):
     Attributes:
         pattern: A glob over module names, or a regular expression after ``re:``.
         scheme: A key of `SCHEMES`, or ``none`` to keep the weight as it is.
+        group_size: Input features per scale of a blockwise scheme; None follows the configuration's.
     """
 
     pattern: str = Field(min_length=1)
     scheme: str
+    group_size: GroupSize | None = None
 
     @field_validator("scheme")
     @classmethod
     def _known(cls, value: str) -> str:
         return scheme_name(value, keep=True)
 
+    @model_validator(mode="after")
+    def _group_size_fits(self) -> Self:
+        blockwise = self.scheme != KEEP and SCHEMES[self.scheme].granularity is Granularity.BLOCKWISE
+        if self.group_size is not None and not blockwise:
+            raise ValueError(f"group_size={self.group_size}: {self.scheme} has no groups; leave it out")
+        return self
+
     @classmethod
     def parse(cls, text: str) -> Self:
         """Read an override from the command line.
 
         Args:
-            text: As in ``PATTERN=SCHEME``.
+            text: As in ``PATTERN=SCHEME`` or ``PATTERN=SCHEME:GROUPSIZE``.
 
         Returns:
             The override.
@@ -134,7 +146,8 @@ class Override(Frozen):
         pattern, _, scheme = text.rpartition("=")
         if not pattern:
             raise ConfigError(f"override {text!r}: must read PATTERN=SCHEME, as in 're:.*down_proj=int8_per_channel'.")
-        return validated(cls, pattern=pattern, scheme=scheme)
+        scheme, *size = scheme.split(":", 1)
+        return validated(cls, pattern=pattern, scheme=scheme, **({"group_size": size[0]} if size else {}))
 
 
 class QuantizationConfig(Frozen):
@@ -156,7 +169,7 @@ class QuantizationConfig(Frozen):
 
     scheme: str
     symmetric: bool = Field(default_factory=lambda data: _scheme_symmetry(data))
-    group_size: Annotated[int, Field(ge=8, multiple_of=8)] | None = None
+    group_size: GroupSize | None = None
     groupsize_fallback: bool = False
     scale_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     embedding: str = "int8_per_channel"

@@ -95,7 +95,7 @@ def plan_coverage(
     for name, row in expected.items():
         info = tensors[name]
         if row.kind in _QUANTIZABLE:
-            choice = _choose(*chosen[module_name(name)], info.shape[-1], config)
+            choice = _choose(chosen[module_name(name)], info.shape[-1], config)
         else:
             choice = _Choice(None, _NEVER[row.kind])
         scheme = choice.scheme
@@ -128,16 +128,26 @@ _NEVER = {
     Kind.BIAS: "biases are never quantized",
 }
 
-#: Module -> scheme name (or ``none``) and the option that chose it.
-_Chosen = Mapping[str, tuple[str, str]]
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """A scheme's name, or ``none``; the option that chose it, and a group size of its own."""
+
+    scheme: str
+    option: str
+    group_size: int | None = None
+
+
+_Chosen = Mapping[str, _Rule]
 
 
 def _choose_names(modules: Sequence[str], model: ModelConfig, config: QuantizationConfig) -> _Chosen:
-    defaults = {"model.embed_tokens": (config.embedding, "embedding"), "lm_head": (config.lm_head, "lm_head")}
-    chosen = {module: defaults.get(module, (config.scheme, "scheme")) for module in modules}
-    rules = [("override", o.pattern, o.scheme) for o in config.overrides]
-    rules += [("ignore", pattern, KEEP) for pattern in config.ignore]
-    for option, pattern, scheme in rules:
+    defaults = {"model.embed_tokens": _Rule(config.embedding, "embedding"), "lm_head": _Rule(config.lm_head, "lm_head")}
+    chosen = {module: defaults.get(module, _Rule(config.scheme, "scheme")) for module in modules}
+    rules = [(o.pattern, _Rule(o.scheme, "override", o.group_size)) for o in config.overrides]
+    rules += [(pattern, _Rule(KEEP, "ignore")) for pattern in config.ignore]
+    for pattern, rule in rules:
+        option = rule.option
         matches = _matcher(option, pattern)
         matched = [module for module in modules if matches(module)]
         if not matched:
@@ -148,7 +158,7 @@ def _choose_names(modules: Sequence[str], model: ModelConfig, config: Quantizati
                 else f"module names read like {modules[1]}"
             )
             raise ConfigError(f"{option}={pattern!r}: matches no linear, embedding or head; {hint}.")
-        chosen.update(dict.fromkeys(matched, (scheme, option)))
+        chosen.update(dict.fromkeys(matched, rule))
     return chosen
 
 
@@ -164,13 +174,17 @@ def _matcher(option: str, pattern: str) -> Callable[[str], bool]:
 
 def _check_group_size(features: Mapping[str, int], chosen: _Chosen, config: QuantizationConfig) -> None:
     """An explicit group size must divide every layer it applies to, unless fallback is allowed."""
-    size = config.group_size
-    if size is None or config.groupsize_fallback:
+    if config.groupsize_fallback:
         return
+    for size in sorted({size for rule in chosen.values() if (size := rule.group_size or config.group_size)}):
+        _check_size(size, features, chosen, config)
+
+
+def _check_size(size: int, features: Mapping[str, int], chosen: _Chosen, config: QuantizationConfig) -> None:
     grouped = {
         module_name(name): num_features
         for name, num_features in features.items()
-        if (scheme := chosen[module_name(name)][0]) != KEEP and SCHEMES[scheme].granularity is Granularity.BLOCKWISE
+        if _is_blockwise(rule := chosen[module_name(name)]) and size == (rule.group_size or config.group_size)
     }
     refused = {module: num_features for module, num_features in grouped.items() if num_features % size}
     if not refused:
@@ -183,6 +197,10 @@ def _check_group_size(features: Mapping[str, int], chosen: _Chosen, config: Quan
         f"group_size={size}: does not divide the input features of {len(refused)} of {len(grouped)} matrices: {listed}; "
         f"{others}leave --groupsize out to choose per layer, or add --groupsize-fallback."
     )
+
+
+def _is_blockwise(rule: _Rule) -> bool:
+    return rule.scheme != KEEP and SCHEMES[rule.scheme].granularity is Granularity.BLOCKWISE
 
 
 def collapse(names: Iterable[str]) -> dict[str, tuple[int, str]]:
@@ -202,19 +220,18 @@ def collapse(names: Iterable[str]) -> dict[str, tuple[int, str]]:
     return rows
 
 
-def _choose(name: str, option: str, num_features: int, config: QuantizationConfig) -> _Choice:
-    if name == KEEP:
-        return _Choice(None, f"--{option.replace('_', '-')} keeps it")
-    scheme = config.row(name)
+def _choose(rule: _Rule, num_features: int, config: QuantizationConfig) -> _Choice:
+    if rule.scheme == KEEP:
+        return _Choice(None, f"--{rule.option.replace('_', '-')} keeps it")
+    scheme = config.row(rule.scheme)
     if scheme.num_bits == 4 and num_features % 2:
         return _Choice(None, f"{num_features} input features: int4 codes are packed in pairs", deviates=True)
     if scheme.granularity is Granularity.PER_CHANNEL:
         return _Choice(scheme)
-    return _choose_group(scheme, num_features, config)
+    return _choose_group(scheme, num_features, rule.group_size or config.group_size)
 
 
-def _choose_group(scheme: Scheme, num_features: int, config: QuantizationConfig) -> _Choice:
-    asked = config.group_size
+def _choose_group(scheme: Scheme, num_features: int, asked: int | None) -> _Choice:
     if asked and num_features % asked == 0:
         return _Choice(scheme.model_copy(update={"group_size": asked}))
     size = next((g for g in AUTO_GROUP_SIZES if num_features % g == 0), None)
