@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 import types
+from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -35,6 +36,7 @@ from llmq.model.tokenizer import Tokenizer
 MAX_LEN = 2048
 
 
+@cache
 def import_hflm() -> Any:
     """lm-eval's adapter class. It imports accelerate, of which a model that is open already needs nothing."""
     names = ("Accelerator", "InitProcessGroupKwargs", "find_executable_batch_size", "get_max_memory")

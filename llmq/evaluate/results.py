@@ -6,9 +6,9 @@ values it is a mean of, in order, so that two models can be compared item by ite
 """
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, FiniteFloat, ValidationError
 
 from llmq.config import Frozen, first_error
 from llmq.errors import ConfigError, OutputError
@@ -32,7 +32,7 @@ class EvaluatedModel(Frozen):
     name: str
     format: str
     weights_sha256: str | None
-    num_bytes: int
+    num_bytes: Annotated[int, Field(ge=0)]
     quantization: dict[str, Any] | None
     coverage: list[dict[str, Any]] = Field(default_factory=list)
 
@@ -47,8 +47,8 @@ class Metric(Frozen):
         link: What `value` is of the mean of its items: that mean, or its exponential.
     """
 
-    value: float
-    stderr: float | None
+    value: FiniteFloat
+    stderr: Annotated[FiniteFloat, Field(ge=0)] | None
     higher_is_better: bool
     link: Literal["identity", "exp"] = "identity"
 
@@ -75,7 +75,7 @@ class Results(Frozen):
     config: dict[str, Any]
     versions: dict[str, str]
     metrics: dict[str, Metric]
-    items: dict[str, list[float]] = Field(default_factory=dict)
+    items: dict[str, list[FiniteFloat]] = Field(default_factory=dict)
     item_ids: dict[str, list[str]] = Field(default_factory=dict)
     counts: dict[str, int] = Field(default_factory=dict)
     samples: dict[str, list[dict[str, Any]]] = Field(default_factory=dict)

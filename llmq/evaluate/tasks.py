@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from llmq.errors import ConfigError
+from llmq.errors import BackendError, ConfigError
 from llmq.evaluate.measured import mean_over_windows
 from llmq.evaluate.options import EvalOptions
 from llmq.evaluate.results import Metric
@@ -355,10 +355,15 @@ def _results(found: dict[str, Any], tasks: dict[str, Any]) -> TaskResults:
             if not filtered or metric.endswith("_stderr") or not isinstance(value, int | float):
                 continue
             full = f"{name}/{metric}" if filtered == "none" else f"{name}/{key}"
+            if not math.isfinite(value):
+                raise BackendError(
+                    f"{full}: is {value}, so the model does not compute anything useful; check its weights with "
+                    "llmq inspect --verify."
+                )
             stderr = row.get(f"{metric}_stderr,{filtered}")
             metrics[full] = Metric(
                 value=value,
-                stderr=stderr if isinstance(stderr, int | float) else None,
+                stderr=stderr if isinstance(stderr, int | float) and math.isfinite(stderr) else None,
                 higher_is_better=bool(found["higher_is_better"].get(name, {}).get(metric, True)),
             )
             mine = [s for s in samples.get(name, ()) if s["filter"] == filtered and metric in s]

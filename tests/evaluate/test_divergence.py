@@ -1,5 +1,6 @@
 """Divergence against plain NumPy on the reference's logits, exact and from a file."""
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from llmq.backends.registry import load_backend
 from llmq.checkpoint.loader import ModelWeights, load_weights
 from llmq.config import QuantizationConfig
 from llmq.convert import convert, plan_conversion
-from llmq.errors import ConfigError
+from llmq.errors import ConfigError, OutputError
 from llmq.evaluate.baseline import BaselineFile, open_baseline, write_baseline
 from llmq.evaluate.divergence import measure_divergence
 from llmq.evaluate.measured import Measured
@@ -206,6 +207,43 @@ def test_a_file_of_something_else_is_refused(
         with pytest.raises(ConfigError) as caught:
             refused()
         assert str(caught.value) == f"{path}: holds the predictions for {told}; remove it, and it is made anew."
+
+
+def test_damaged_predictions_are_refused(
+    opened: tuple[ReferenceModel, ReferenceModel], tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    path = tmp_path / "baseline.safetensors"
+    kept(path, opened[0], tokenizer, 8)
+    good = safetensors.numpy.load_file(path)
+    with safetensors.safe_open(path, "np") as file:
+        metadata = file.metadata()
+    ids, logprobs = good["windows.1.ids"], good["windows.1.logprobs"]
+    fingerprint = json.loads(metadata["llmq_baseline_fingerprint"])
+    changes = {
+        "windows.1.rest is missing or misshapen": {"windows.1.rest": None},
+        "windows.1.ids is missing or misshapen": {"windows.1.ids": ids[:, :7]},
+        "windows.1.logprobs is missing or misshapen": {"windows.1.logprobs": logprobs.astype(np.float64)},
+        "the predictions for window 1 are damaged": {"windows.1.ids": ids + np.uint32(300)},
+        "the predictions for window 1 are damaged;": {"windows.1.logprobs": logprobs * np.nan},
+    }
+    for told, changed in changes.items():
+        tensors = {name: value for name, value in {**good, **changed}.items() if value is not None}
+        safetensors.numpy.save_file(tensors, path, metadata)
+        baseline = open_baseline(path, made_by=MADE_BY, vocab_size=320)
+        with pytest.raises(ConfigError) as caught:
+            measure_divergence(opened[1], baseline, tokenizer, TEXT, window=WINDOW)
+        assert str(caught.value) == f"{path}: {told.rstrip(';')}; remove it, and it is made anew."
+    for edited in ("[]", "{}", "x", "3", "null", *(json.dumps({**fingerprint, "top_k": k}) for k in ("0", "x", None))):
+        safetensors.numpy.save_file(good, path, {**metadata, "llmq_baseline_fingerprint": edited})
+        with pytest.raises(ConfigError, match="is not a file of baseline predictions"):
+            open_baseline(path, made_by=MADE_BY, vocab_size=320)
+
+
+def test_a_file_that_cannot_be_written(
+    opened: tuple[ReferenceModel, ReferenceModel], tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    with pytest.raises(OutputError, match=r"baseline\.safetensors: cannot be written"):
+        kept(tmp_path / "missing" / "baseline.safetensors", opened[0], tokenizer, 8)
 
 
 @pytest.mark.parametrize("contents", [b"", b"not safetensors at all", b"\x02\0\0\0\0\0\0\0{}"])

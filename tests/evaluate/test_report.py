@@ -1,7 +1,11 @@
 """Reports: what is compared with what, which words are used, and a document that is safe to open."""
 
+import copy
+import json
 import math
 import re
+from collections import Counter
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -13,7 +17,7 @@ from llmq.errors import ConfigError
 from llmq.evaluate.report import Report, build_report
 from llmq.evaluate.report_html import to_html
 from llmq.evaluate.report_markdown import figure, to_markdown
-from llmq.evaluate.results import EvaluatedModel, Metric, Results
+from llmq.evaluate.results import EvaluatedModel, Metric, Results, read_results
 from llmq.evaluate.statistics import Recovery, Verdict
 
 CONFIG = {"tasks": ["hellaswag"], "limit": 100, "num_fewshot": 0, "window": 1024, "data_sha256": {"hellaswag": "ab"}}
@@ -256,7 +260,7 @@ def test_what_may_differ() -> None:
     other = run(
         "other",
         right=RIGHT,
-        config={"tasks": ["hellaswag", "piqa"], "data_sha256": {"hellaswag": "ab", "piqa": "cd"}, "kv_cache_dtype": "int8"},
+        config={"tasks": ["hellaswag", "piqa"], "data_sha256": {"hellaswag": "ab", "piqa": "cd"}, "kv_cache_dtype": "int8", "tokens_per_call": 64},
         versions={"llmq": "0.2.0", "task piqa": "1.0"},
     )  # fmt: skip
     report = build_report([(Path("a.json"), run("base", right=RIGHT)), (Path("b.json"), other)])
@@ -268,6 +272,9 @@ def test_a_metric_that_only_one_run_has() -> None:
     runs = [(Path("a.json"), run("base", right=RIGHT)), (Path("b.json"), run("other", losses=LOSSES, metrics=kl))]
     text = to_markdown(build_report(runs))
     assert "| divergence/kl_mean ↓ | – | 0.005400 ± 0.000200 |" in text  # noqa: RUF001
+    assert "| divergence/kl_mean ↓ | no baseline |" in text
+    assert "| hellaswag/acc ↑ | – |" in text  # noqa: RUF001
+    assert to_html(build_report(runs)).count("no baseline") == 2  # also of the perplexity
     assert "no metric in common" in text
     assert "<svg viewBox" not in to_html(build_report(runs))
 
@@ -367,6 +374,44 @@ def test_hostile_names_stay_text() -> None:
     assert "<script" not in markdown.replace("\\<", "")
     tables = [line for line in markdown.splitlines() if line.startswith("|")]
     assert {len(re.findall(r"(?<!\\)\|", line)) for line in tables} == {6, 4, 3}
+
+
+def edits(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Every place in a JSON value, with what someone may have made of it; `...` removes it."""
+    if path:
+        yield from ((path, other) for other in (..., None, [], {}, "tea", -1, 1e400, True, {"a": []}, [None], [[]]))
+    if isinstance(value, dict):
+        for key in value:
+            yield from edits(value[key], (*path, key))
+    elif isinstance(value, list) and value:
+        yield from edits(value[0], (*path, 0))
+
+
+def test_edited_files_are_reported_or_refused(tmp_path: Path) -> None:
+    base, other = three()[0], three()[2]
+    path = tmp_path / "r.json"
+    whole = json.loads(other[1].model_copy(update={"samples": {}}).model_dump_json())
+    outcomes = Counter()
+    for place, value in edits(whole):
+        changed = copy.deepcopy(whole)
+        inner = changed
+        for key in place[:-1]:
+            inner = inner[key]
+        if value is ...:
+            del inner[place[-1]]
+        else:
+            inner[place[-1]] = value
+        path.write_text(json.dumps(changed))
+        message = ""
+        try:
+            report = build_report([base, (path, read_results(path))])
+            to_markdown(report)
+            checked(to_html(report))
+        except ConfigError as err:
+            message = str(err)
+        outcomes[bool(message)] += 1
+        assert not message or message.startswith(f"{path}: "), message
+    assert min(outcomes[True], outcomes[False]) > 50
 
 
 def test_one_run_alone() -> None:

@@ -8,11 +8,15 @@ import pytest
 
 pytest.importorskip("lm_eval")
 
+from llmq.backends.base import Memory
+from llmq.backends.registry import load_backend
 from llmq.config import QuantizationConfig
 from llmq.convert import convert, plan_conversion
 from llmq.errors import ConfigError, OutputError
+from llmq.evaluate import kv_cache
 from llmq.evaluate.journal import Journal
 from llmq.evaluate.options import EvalOptions
+from llmq.evaluate.packs import MAX_TOKENS_PER_CALL, MIN_TOKENS_PER_CALL
 from llmq.evaluate.results import read_results
 from llmq.evaluate.run import evaluate
 from tests.evaluate.local_data import write_local_data, write_tiny_model
@@ -135,6 +139,116 @@ def test_text_against_a_reference(model: str, data: Path, tmp_path: Path) -> Non
     assert cached[0] == cached[1]
     name = "divergence/top1_agreement"
     assert cached[0].metrics[name].value == results.metrics[name].value
+
+
+TEXT = "Tea is a drink that people make with water and leaves, and some drink it with milk. " * 12
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("run") / "text.txt"
+    path.write_text(TEXT)
+    return path
+
+
+@pytest.mark.parametrize("stride", [None, 20])
+@pytest.mark.parametrize("after", [130, 1400, 2300])
+def test_windows_are_resumed(
+    model: str, data: Path, text: Path, tmp_path: Path, stride: int | None, after: int
+) -> None:
+    """Interrupted in perplexity, in divergence, or in what the cache costs; the first windows build on each other."""
+    other = str(write_tiny_model(tmp_path / "other", seed=1))
+    wanted = options(data, tasks=(), perplexity=text, window=64, stride=stride, reference=other, kv_cache_dtype="int8")
+    whole, resumed = tmp_path / "whole.json", tmp_path / "resumed.json"
+    steps: list[tuple[str, int]] = []
+    evaluate(model, wanted, output=whole, progress=lambda what, done, _: steps.append((what, done)))
+    num_steps = next(i for i, step in enumerate(steps) if step[1] and i * len(steps) >= after / 3000 * len(steps) ** 2)
+    calls = iter(range(10_000))
+
+    def interrupt(*_: Any) -> None:
+        if next(calls) == num_steps:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(model, wanted, output=resumed, progress=interrupt)
+    again: list[tuple[str, int]] = []
+    evaluate(model, wanted, output=resumed, resume=True, progress=lambda what, done, _: again.append((what, done)))
+    assert resumed.read_bytes() == whole.read_bytes()
+    assert len(again) < len(steps)
+    assert set(again) <= set(steps)
+
+
+def test_what_a_quantized_cache_costs(
+    model: str, data: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = options(data, tasks=(), perplexity=text, window=64, reference=model)
+    assert "kv_cache/kl_mean" not in evaluate(model, wanted).metrics
+    told: list[str] = []
+    wanted = wanted.model_copy(update={"kv_cache_dtype": "int8"})
+    same = evaluate(model, wanted, tell=told.append).metrics
+    assert 0 < same["divergence/kl_mean"].value < kv_cache.MAX_KL
+    assert "kv_cache/kl_mean" not in same  # the reference is the same model with an unquantized cache
+    assert not any("KV cache" in line for line in told)
+    artifact = tmp_path / "int4"
+    convert(plan_conversion(model, QuantizationConfig(scheme="int4_per_channel")), artifact)
+    both = evaluate(str(artifact), wanted, tell=told.append).metrics
+    assert 0 < both["kv_cache/kl_mean"].value < both["divergence/kl_mean"].value
+    assert not any("KV cache" in line for line in told)
+    monkeypatch.setattr(kv_cache, "MAX_KL", both["kv_cache/kl_mean"].value / 2)
+    evaluate(str(artifact), wanted, tell=told.append)
+    assert sum(line.startswith("warning: the int8 KV cache changes this model's predictions") for line in told) == 1
+
+
+def test_a_reference_file_says_what_made_it(model: str, data: Path, text: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "reference.safetensors"
+    wanted = options(data, tasks=(), perplexity=text, window=64, reference=model, reference_cache=cache)
+    evaluate(model, wanted)
+    for changes, told in (
+        ({"dtype": "bfloat16"}, "dtype=float32, now it is bfloat16"),
+        ({"backend": "tpu"}, "backend=gpu, now it is tpu"),
+        ({"reference": str(write_tiny_model(tmp_path / "other", seed=1))}, "another model"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            evaluate(model, wanted.model_copy(update=changes))
+        assert str(caught.value) == f"{cache}: holds the predictions for {told}; remove it, and it is made anew."
+
+
+def test_calls_go_by_the_memory_of_the_device(model: str, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = options(data, tasks=("arc_easy",), limit=1)
+    for total, tokens in ((1 << 20, MIN_TOKENS_PER_CALL), (1 << 40, MAX_TOKENS_PER_CALL)):
+        asked: list[str | None] = []
+        memory = Memory(total, 0)
+        monkeypatch.setattr(
+            type(load_backend("gpu")), "memory", lambda _, device, m=memory, a=asked: (a.append(device), m)[1]
+        )
+        assert evaluate(model, wanted).config["tokens_per_call"] == tokens
+        assert asked == ["cpu"]
+
+
+def test_examples_from_the_evaluated_split_are_told(model: str, data: Path) -> None:
+    told: list[str] = []
+    evaluate(model, options(data, limit=1), tell=told.append)
+    assert not any("few-shot" in line for line in told)
+    evaluate(model, options(data, tasks=("arc_easy",), limit=1, num_fewshot=1), tell=told.append)
+    assert any(
+        line == "few-shot examples of arc_easy are other items of the evaluated split: --data-dir has no training data"
+        for line in told
+    )
+
+
+def test_texts_are_generated_on_several_slots(model: str, data: Path, tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "tea.yaml").write_text(
+        f"task: tea\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {data / 'arc_easy_test.jsonl'}}}}}\n"
+        "output_type: generate_until\ntest_split: test\ndoc_to_text: '{{question}}'\ndoc_to_target: '{{id}}'\n"
+        'generation_kwargs: {max_gen_toks: 9, until: ["\'"]}\n'
+        "metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]\n"
+    )
+    wanted = options(data, tasks=("tea",), include_path=own, log_samples=True)
+    samples = [evaluate(model, wanted.model_copy(update={"batch_size": size})).samples["tea"] for size in (None, 1, 3)]
+    assert samples[0] == samples[1] == samples[2]
+    assert len({sample["resps"][0][0] for sample in samples[0]}) > 1
 
 
 class TestRefused:
