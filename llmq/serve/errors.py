@@ -129,7 +129,8 @@ def broken_rule(err: ValidationError) -> ApiError:
     Returns:
         A 400 with the field as ``param``.
     """
-    first = err.errors(include_url=False, include_context=False)[0]
+    # Of the branches of a union, the one that got furthest is the one that was meant.
+    first = max(err.errors(include_url=False, include_context=False), key=lambda error: len(error["loc"]))
     place = [part for part in first["loc"] if _is_field(part)]
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).removeprefix(".")
     if first["type"] == "missing":
