@@ -1,5 +1,6 @@
 # make demo    environment, a real model, both backends answer a question
 # make test    environment, lint and every test
+# make soak    a real server under mixed load for a minute, held against its figures
 # make check   lint, types, layers, docstrings and the fast tests
 
 PYTHON ?= python3
@@ -12,7 +13,7 @@ QUESTION := What is the capital of France?
 # Two test processes on small machines: waiting threads must not keep the cores from working ones.
 TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
 
-.PHONY: demo test check lint format setup model clean
+.PHONY: demo test check soak lint format setup model clean
 
 setup: $(VENV)/.dev
 
@@ -53,6 +54,10 @@ check: lint
 
 test: lint $(MODEL)
 	$(TEST_ENV) $(BIN)/pytest --numprocesses 2 --quiet
+
+soak: $(VENV)/.dev $(MODEL)
+	test -d $(ARTIFACT) || $(BIN)/llmq convert $(MODEL) --output $(ARTIFACT) --scheme int4_blockwise
+	$(BIN)/python -m benchmarks.soak $(ARTIFACT)
 
 format: $(VENV)/.dev
 	$(BIN)/ruff format .
