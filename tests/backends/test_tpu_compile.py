@@ -1,5 +1,6 @@
 """The real TPU compiler, without a TPU: what it makes of the decoder and of a decode step."""
 
+from collections.abc import Iterator
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.experimental import topologies
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import SingleDeviceSharding
 
 from llmq.backends.tpu import device, slots
@@ -33,8 +35,22 @@ CONFIG = ModelConfig.from_dict(
 WEIGHT = HIDDEN * HIDDEN  # bytes of the smallest one at a byte an element; the activations of a chunk are as large
 
 
+@pytest.fixture
+def no_cache() -> Iterator[None]:
+    """JAX cannot read back what it compiled for a chip that is not there, but keeps it."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()
+
+
 @pytest.fixture(params=["v5e", "v6e"])
-def sharding(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> SingleDeviceSharding:
+def sharding(
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    no_cache: None,  # noqa: ARG001
+) -> SingleDeviceSharding:
     """One chip that is not there; the variables keep libtpu from asking the cloud about it."""
     device.configure()
     machine = {
