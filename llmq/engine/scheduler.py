@@ -48,7 +48,7 @@ class Job:
 
 @dataclass(slots=True)
 class _Slot:
-    """What a slot's cache holds of use to others: the first `num_held` tokens of `prompt`."""
+    """What a slot holds: the first `num_held` tokens of `prompt`, the last of them by a run that may be shorter than a chunk."""
 
     prompt: Sequence[int] = ()
     num_held: int = 0
@@ -195,8 +195,7 @@ class Scheduler:
             self.waiting.remove(job)
 
     def _hold(self, job: Job) -> None:
-        num_held = job.num_written // self._chunk_size * self._chunk_size
-        self._slots[job.slots[0]] = _Slot(job.request.prompt, num_held, job.request.salt)
+        self._slots[job.slots[0]] = _Slot(job.request.prompt, job.num_written, job.request.salt)
         for slot in job.slots[1:]:
             self._slots[slot] = _Slot()
 

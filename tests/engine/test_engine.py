@@ -243,6 +243,15 @@ class TestPrefixReuse:
         self.serve(engine, "d" * 40)
         assert model.extended[before][0] not in slots  # never used
 
+    def test_every_slot_of_several_answers_holds_it(self) -> None:
+        engine = engine_of(FakeModel(chunk_size=8, num_slots=2))
+        self.serve(engine, "a" * 40, n=2)
+        requests = [ask("a" * 40), ask("a" * 40)]
+        for request in requests:
+            submit(engine, request)
+        outcomes = drive(engine)
+        assert [outcomes[request.id].prompt.cached_tokens for request in requests] == [40, 40]
+
     def test_of_an_aborted_prefill_what_was_written(self) -> None:
         model = FakeModel(chunk_size=8, num_slots=1)
         engine = engine_of(model)
