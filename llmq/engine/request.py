@@ -67,8 +67,8 @@ class Delta:
     Attributes:
         choice: Which answer, from 0.
         text: Text that became certain. A stop text is never part of it.
-        tokens: Tokens chosen since the last delta; their text may come later. The token that ended
-            the answer is not among them.
+        tokens: Tokens chosen since the last delta; their text may come later. An end or
+            stop token is not among them; the token that completed a stop text is.
         logprobs: One for each of `tokens`; empty unless asked for.
         finish_reason: None while the answer goes on.
         stop: The stop text or the token that ended it.
