@@ -64,9 +64,7 @@ def serve(
         quantization=_quantization(scheme, groupsize, sym),
     )
     log_to_stderr()
-    with byte_progress("converting") as progress:
-        status = run(model, wanted, tell=say, progress=progress)
-    sys.exit(status)
+    sys.exit(run(model, wanted, tell=say, progress=lambda: byte_progress("converting")))
 
 
 def _quantization(scheme: str | None, groupsize: int | None, sym: bool | None) -> QuantizationConfig | None:

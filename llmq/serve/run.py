@@ -123,9 +123,7 @@ def run(
     kv_bytes = caps.num_slots * caps.max_len * bytes_per_token(weights.config, caps.kv_dtype)
     tell(f"model     {', '.join(names)}: {weights.quantization.scheme if weights.quantization else 'not quantized'}")
     tell(f"backend   {plugin.name} on {caps.device}, {caps.dtype}")
-    tell(
-        f"memory    {_gb(capacity.free_bytes)} were free; weights {_gb(capacity.weight_bytes)}, cache {_gb(kv_bytes)}"
-    )
+    tell(f"memory    {_gb(capacity.free_bytes)} were free; weights {_gb(capacity.weight_bytes)}, cache {_gb(kv_bytes)}")
     tell(f"cache     {caps.num_slots} slots of {caps.max_len} tokens in {caps.kv_dtype}")
     tell(
         f"sampling  {', '.join(f'{name}={value}' for name, value in defaults.items())}, unless a request says otherwise"

@@ -47,7 +47,9 @@ def test_another_source_is_another_artifact(model: str, name: str) -> None:
     first, _ = convert(model, INT8)
     path = Path(model) / name
     contents = path.read_bytes()
-    changed = contents[:-2] + bytes([contents[-2] ^ 1, contents[-1]]) if name.endswith("safetensors") else contents + b" "
+    changed = (
+        contents[:-2] + bytes([contents[-2] ^ 1, contents[-1]]) if name.endswith("safetensors") else contents + b" "
+    )
     if name.endswith("json"):
         changed = contents.replace(b"{", b'{"note": 1, ', 1)
     path.write_bytes(changed)

@@ -94,7 +94,9 @@ def test_settings_and_the_conversation_are_sent(chat: tuple[Browser, Api]) -> No
     window.type("#max_tokens", "2")
     for count in (1, 2):
         window.type("#input", f"Question {count}" + ENTER)
-        window.until(f"return document.querySelectorAll('.assistant').length === {count} && {DONE.removeprefix('return ')}")
+        window.until(
+            f"return document.querySelectorAll('.assistant').length === {count} && {DONE.removeprefix('return ')}"
+        )
     assert "cut at the token limit" in window.run("return [...document.querySelectorAll('.meta')].at(-1).textContent")
     sent = window.run("return JSON.parse(body())")
     assert [message["role"] for message in sent["messages"]] == ["system", "user", "assistant", "user", "assistant"]
@@ -110,7 +112,9 @@ def test_a_key_is_asked_for_and_kept_in_the_tab(window: Browser, tmp_path: Path)
         window.type("#key", "sk-wrong" + ENTER)
         window.until("return document.querySelector('#gate-error').textContent.includes('wrong')")
         window.type("#key", "sk-right" + ENTER)
-        window.until("return !document.querySelector('#gate').open && document.querySelector('#model').value === 'fake'")
+        window.until(
+            "return !document.querySelector('#gate').open && document.querySelector('#model').value === 'fake'"
+        )
         assert window.run("return [sessionStorage.length, localStorage.length, document.cookie]") == [1, 0, ""]
         window.open(api.base_url + "/")
         window.until("return document.querySelector('#model').value === 'fake'")
@@ -124,4 +128,7 @@ def test_it_fits_every_width(chat: tuple[Browser, Api], width: int) -> None:
     window.until(DONE)
     window.resize(width, 700)
     assert window.run("return document.documentElement.scrollWidth") <= width
-    assert window.run("return document.querySelector('#log').scrollWidth - document.querySelector('#log').clientWidth") <= 0
+    assert (
+        window.run("return document.querySelector('#log').scrollWidth - document.querySelector('#log').clientWidth")
+        <= 0
+    )

@@ -76,7 +76,7 @@ def test_a_message_is_short_however_long_the_value_is() -> None:
 
 
 @given(st.recursive(st.none() | st.booleans() | st.floats(allow_nan=False, allow_infinity=False) | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=10))  # fmt: skip
-def test_anything_is_read_or_refused(value: object) -> None:
+def test_anything_is_read_or_refused_in_words_that_json_holds(value: object) -> None:
     try:
         raw = orjson.dumps({**CHAT, "tools": value, "stop": value, "response_format": value})
     except TypeError:  # hypothesis makes half surrogate pairs, orjson does not write them
@@ -84,7 +84,6 @@ def test_anything_is_read_or_refused(value: object) -> None:
     try:
         parse(ChatBody, raw)
     except ApiError as err:
-        assert err.status == 400
         orjson.dumps(err.body)
 
 
