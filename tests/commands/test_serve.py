@@ -40,7 +40,9 @@ def serving(model: object, *options: object) -> Iterator[tuple[ServerProcess, Ap
 def refused(model: object, *options: object, variables: dict[str, str] | None = None) -> str:
     """The one line of a server that does not start."""
     command: Sequence[str] = [*REAL, str(model), *map(str, options)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env={**os.environ, **(variables or {})})
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=False, env={**os.environ, **(variables or {})}
+    )
     assert done.returncode == 2, done.stderr
     assert done.stderr.count("\n") == 1, done.stderr
     return done.stderr
@@ -104,4 +106,6 @@ def test_an_empty_key_in_the_environment_is_no_key(model: Path) -> None:
 
 def test_help_imports_no_server() -> None:
     code = "import sys, llmq.cli; print([m for m in ('uvicorn', 'starlette', 'numpy', 'torch') if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    )
