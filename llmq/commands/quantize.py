@@ -1,6 +1,7 @@
 """``llmq quantize``: a checkpoint to an artifact, with codes chosen by an algorithm."""
 
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,6 +11,7 @@ from llmq.commands import options
 from llmq.config import Override, QuantizationConfig, validated
 
 if TYPE_CHECKING:
+    from llmq.convert import ConversionPlan
     from llmq.quantize.blocks import QuantizedBlock
 
 
@@ -22,6 +24,10 @@ def quantize(
     num_samples: Annotated[int, typer.Option("--num-samples", help="Sequences of the text.")] = 128,
     seq_len: Annotated[int, typer.Option("--seq-len", help="Tokens of each.")] = 512,
     seed: Annotated[int, typer.Option("--seed", help="Chooses the sequences.")] = 0,
+    target_bits: Annotated[float | None, typer.Option("--target-bits", help="Mix schemes to this average of bits per linear weight, scales included.", show_default=False)] = None,
+    target_size: Annotated[str | None, typer.Option("--target-size", help="Mix schemes so that the artifact takes at most this, as in 90MB.", show_default=False)] = None,
+    max_kl: Annotated[float | None, typer.Option("--max-kl", help="Mix schemes so that predictions diverge at most this much on held-out text, in nats a token.", show_default=False)] = None,
+    report_sensitivity: Annotated[Path | None, typer.Option("--report-sensitivity", help="Measure what each scheme costs each linear, into this JSON file and a page beside it. A target measures it too, into a file beside the output.", show_default=False)] = None,
     groupsize: options.GroupSize = None,
     groupsize_fallback: options.GroupSizeFallback = False,
     sym: options.Symmetric = None,
@@ -50,11 +56,12 @@ def quantize(
         overrides=tuple(Override.parse(text) for text in override or ()),
         **({} if sym is None else {"symmetric": sym}),
     )
+    from llmq.checkpoint.writer import check_target
     from llmq.commands.convert import print_coverage, summary
     from llmq.commands.terminal import count_progress, human_bytes, print_json, say
     from llmq.convert import coverage_row, plan_conversion
-    from llmq.quantize.options import QuantizeOptions
-    from llmq.quantize.run import Run, check_algorithm, quantize
+    from llmq.quantize.options import QuantizeOptions, Target
+    from llmq.quantize.run import Run, check_algorithm, plan_mixed, quantize
 
     wanted = validated(
         QuantizeOptions,
@@ -66,21 +73,28 @@ def quantize(
         backend=backend,
         device=device,
         dtype=dtype,
+        target=Target.parse(target_bits, target_size, max_kl),
+        sensitivity=report_sensitivity,
     )
     plan = plan_conversion(model, config, strict=strict)
     check_algorithm(plan, wanted)
     target = output or Path(f"{Path(model).resolve().stem}-{config.scheme}-{algorithm}")
-    if dry_run:
-        rows = [coverage_row(row).model_dump(mode="json") for row in plan.coverage]
-        print_coverage(rows)
-        size = plan.artifact_bytes
-        say(f"{summary(rows)}; would write {human_bytes(size)} ({size:,} bytes) to {target}")
-        if as_json:
-            print_json({"dry_run": True, "output": str(target), "artifact_bytes": size, "coverage": rows})
-        return
-    command = ["llmq", *sys.argv[1:]]
     with count_progress() as progress:
-        done = quantize(plan, wanted, target, Run(force, resume, command, progress=progress, tell=_print_block))
+        run = Run(force, resume, ["llmq", *sys.argv[1:]], progress=progress, tell=_print_block)
+        if not dry_run:
+            check_target(target, plan.reader.path, force=force)
+        if wanted.holds_out:
+            plan, kl = plan_mixed(plan, wanted, target, run)
+            say(f"{_mix(plan)}; expected divergence {kl:.4f} nats a token")
+        if dry_run:
+            rows = [coverage_row(row).model_dump(mode="json") for row in plan.coverage]
+            print_coverage(rows)
+            size = plan.artifact_bytes
+            say(f"{summary(rows)}; would write {human_bytes(size)} ({size:,} bytes) to {target}")
+            if as_json:
+                print_json({"dry_run": True, "output": str(target), "artifact_bytes": size, "coverage": rows})
+            return
+        done = quantize(plan, wanted, target, run)
     record = done.model_dump(mode="json")
     written = sum(file.stat().st_size for file in target.iterdir())
     print_coverage(record["coverage"])
@@ -89,6 +103,11 @@ def quantize(
     )
     if as_json:
         print_json({"output": str(target), "artifact_bytes": written, **record})
+
+
+def _mix(plan: "ConversionPlan") -> str:
+    counts = Counter(str(row.scheme or "kept") for row in plan.coverage if row.kind == "linear")
+    return ", ".join(f"{count} linears {scheme}" for scheme, count in sorted(counts.items()))
 
 
 def _print_block(block: "QuantizedBlock") -> None:

@@ -74,8 +74,7 @@ def quantize_blocks(
     before = calibrator.start(sequences)
     stream = before
     for index in range(weights.config.num_layers):
-        prefix = layer_prefix(index)
-        source: Block = {name.removeprefix(prefix): weights[name] for name in weights if name.startswith(prefix)}
+        prefix, source = layer_prefix(index), read_block(weights, index)
         done = finished(index)
         block = {**source, **done.tensors} if done else dict(source)
         errors: dict[str, float] = {}
@@ -95,6 +94,20 @@ def quantize_blocks(
         )
         changed = {name: tensor for name, tensor in block.items() if tensor is not source[name]}
         yield done or QuantizedBlock(index, changed, errors)
+
+
+def read_block(weights: ModelWeights, index: int) -> Block:
+    """The tensors of a layer.
+
+    Args:
+        weights: The model.
+        index: Which layer.
+
+    Returns:
+        By their names without the layer's prefix.
+    """
+    prefix = layer_prefix(index)
+    return {name.removeprefix(prefix): weights[name] for name in weights if name.startswith(prefix)}
 
 
 class _Solver:

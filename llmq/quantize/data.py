@@ -13,38 +13,49 @@ _HUB_ROWS = 1000
 
 
 def calibration_sequences(
-    tokenizer: Tokenizer, dataset: str, num_samples: int, seq_len: int, seed: int
-) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    tokenizer: Tokenizer, text: str, num_samples: int, seq_len: int, seed: int
+) -> list[np.ndarray]:
     """Cut a text into sequences that do not overlap, and draw some.
 
     Args:
         tokenizer: The model's.
-        dataset: A file (see `read_text`) or a hub id with a ``text`` column.
+        text: The text.
         num_samples: How many.
         seq_len: Tokens of each, a BOS included.
         seed: Of the draw.
 
     Returns:
-        int32 `[seq_len]` each: those drawn, in the text's order, and those left over.
+        int32 `[seq_len]` each, in the text's order.
 
     Raises:
-        ConfigError: The text cannot be read or has too few tokens.
+        ConfigError: The text has too few tokens.
     """
     bos = [tokenizer.bos_token_id] if tokenizer.adds_bos else []
     num_new = seq_len - len(bos)
-    ids = tokenizer.encode(read_dataset(dataset))
+    ids = tokenizer.encode(text)
     ids = np.asarray(ids[len(bos) :] if ids[: len(bos)] == bos else ids, np.int32)
     num_blocks = len(ids) // num_new
     if num_blocks < num_samples:
         raise ConfigError(
-            f"dataset={dataset}: has {len(ids):,} tokens, {num_samples} samples of {seq_len} take "
-            f"{num_samples * num_new:,}; lower --num-samples or --seq-len, or give a longer text."
+            f"dataset: has {len(ids):,} tokens, {num_samples} samples of {seq_len} take {num_samples * num_new:,}; "
+            "lower --num-samples or --seq-len, or give a longer text."
         )
+    drawn = np.sort(np.random.default_rng(seed).permutation(num_blocks)[:num_samples])
     prefix = np.asarray(bos, np.int32)
-    blocks = [np.concatenate([prefix, ids[i * num_new : (i + 1) * num_new]]) for i in range(num_blocks)]
-    order = np.random.default_rng(seed).permutation(num_blocks)
-    drawn, left = np.sort(order[:num_samples]), order[num_samples:]
-    return [blocks[i] for i in drawn], [blocks[i] for i in left]
+    return [np.concatenate([prefix, ids[i * num_new : (i + 1) * num_new]]) for i in drawn]
+
+
+def hold_out(text: str) -> tuple[str, str]:
+    """Set the end of a text aside, to measure on.
+
+    Args:
+        text: The text.
+
+    Returns:
+        Its first nine tenths, and the rest.
+    """
+    cut = len(text) * 9 // 10
+    return text[:cut], text[cut:]
 
 
 def read_dataset(dataset: str) -> str:

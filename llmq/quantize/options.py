@@ -1,13 +1,16 @@
 """How ``llmq quantize`` chooses codes: one frozen configuration and the table of algorithms."""
 
+import re
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from llmq.backends.base import ComputeType
-from llmq.config import Frozen
+from llmq.config import Frozen, validated
+from llmq.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,64 @@ ALGORITHMS: MappingProxyType[str, Algorithm] = MappingProxyType(
 )
 
 
+class Target(Frozen):
+    """What a mixed-precision artifact must meet; one of three.
+
+    Attributes:
+        bits: Average bits of a linear's weight, scales and zeros included.
+        size: Bytes of the artifact's directory.
+        max_kl: Divergence of its predictions from the source's, in nats a token, on held-out text.
+    """
+
+    bits: Annotated[float, Field(gt=0)] | None = None
+    size: Annotated[int, Field(gt=0)] | None = None
+    max_kl: Annotated[float, Field(gt=0)] | None = None
+
+    @model_validator(mode="after")
+    def _is_one(self) -> Self:
+        named = [value for value in (self.bits, self.size, self.max_kl) if value is not None]
+        if len(named) > 1:
+            raise ValueError("target: must be one of --target-bits, --target-size and --max-kl")
+        return self
+
+    def __bool__(self) -> bool:
+        return any(value is not None for value in (self.bits, self.size, self.max_kl))
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}={value}" for name, value in self.model_dump(exclude_none=True).items())
+
+    @classmethod
+    def parse(cls, bits: float | None, size: str | None, max_kl: float | None) -> Self:
+        """Read a target from the command line.
+
+        Args:
+            bits: See `bits`.
+            size: As in ``90MB`` or ``1.5GiB``; a plain number is bytes.
+            max_kl: See `max_kl`.
+
+        Returns:
+            The target.
+
+        Raises:
+            ConfigError: A value breaks a rule.
+        """
+        return validated(cls, bits=bits, size=None if size is None else _parse_size(size), max_kl=max_kl)
+
+
+_UNITS = {"": 1, "b": 1} | {
+    f"{prefix}{infix}b": base**power
+    for infix, base in (("", 1000), ("i", 1024))
+    for power, prefix in enumerate("kmgt", 1)
+}
+
+
+def _parse_size(text: str) -> int:
+    match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([a-z]*)", text.strip().lower())
+    if match is None or match[2] not in _UNITS:
+        raise ConfigError(f"target_size={text!r}: must be a size like 90MB or 1.5GiB.")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
 class QuantizeOptions(Frozen):
     """How to choose codes, and from which data.
 
@@ -54,6 +115,8 @@ class QuantizeOptions(Frozen):
         seq_len: Tokens of each.
         seed: Chooses the sequences.
         backend, device, dtype: What the model runs on.
+        target: What mixed precision must meet; empty for one scheme.
+        sensitivity: File for what each scheme costs each linear; a target measures it without one too.
     """
 
     algorithm: str = "gptq"
@@ -64,6 +127,13 @@ class QuantizeOptions(Frozen):
     backend: str = "auto"
     device: str | None = None
     dtype: ComputeType | None = None
+    target: Target = Target()
+    sensitivity: Path | None = None
+
+    @property
+    def holds_out(self) -> bool:
+        """Whether a part of the dataset is set aside to measure on."""
+        return bool(self.target) or self.sensitivity is not None
 
     @field_validator("algorithm")
     @classmethod
@@ -74,7 +144,9 @@ class QuantizeOptions(Frozen):
 
     @model_validator(mode="after")
     def _has_data(self) -> Self:
-        if ALGORITHMS[self.algorithm].needs_data and self.dataset is None:
+        if self.dataset is None and self.holds_out:
+            raise ValueError("dataset: is missing; what a scheme costs is measured on text, so name some")
+        if self.dataset is None and ALGORITHMS[self.algorithm].needs_data:
             free = ", ".join(name for name, row in ALGORITHMS.items() if not row.needs_data)
             raise ValueError(
                 f"dataset: is missing; {self.algorithm} calibrates on text, so name some, or choose one of {free}"
