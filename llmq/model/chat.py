@@ -21,6 +21,7 @@ from typing import Any
 
 import jinja2
 from jinja2 import nodes
+from jinja2.compiler import CodeGenerator, Frame
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -139,10 +140,27 @@ def _peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+class _CodeGenerator(CodeGenerator):
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
+        """``~``, which is no operator to the sandbox."""
+        self.write("environment.joined((")
+        for part in node.nodes:
+            self.visit(part, frame)
+            self.write(", ")
+        self.write("))")
+
+
 class _Sandbox(ImmutableSandboxedEnvironment):
     """jinja2's sandbox, where no single operation can fill the memory either."""
 
-    intercepted_binops = frozenset({"*", "**", "%"})
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
+    code_generator_class = _CodeGenerator
+
+    def joined(self, parts: Sequence[Any]) -> str:
+        """Several values as one text."""
+        texts = [str(part) for part in parts]
+        _refuse_large("~", texts)
+        return "".join(texts)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """Refuse what makes more than a conversation needs."""
@@ -172,10 +190,11 @@ def _bounded(function: Callable[..., Any]) -> Callable[..., Any]:
 def _refuse_large(name: str, operands: Sequence[Any]) -> None:
     numbers = [operand for operand in operands if isinstance(operand, int | float)]
     texts = [operand for operand in operands if isinstance(operand, str)]
-    size = math.prod(len(operand) for operand in operands if isinstance(operand, str | list | tuple))
+    sizes = [len(operand) for operand in operands if isinstance(operand, str | list | tuple)]
     if (
         any(abs(number) > MAX_NUMBER for number in numbers if texts or name in _SIZED)
-        or (name in ("*", "replace", "join") and size * max([1, *numbers]) > MAX_CHARACTERS)
+        or (name in ("+", "~") and sum(sizes) > MAX_CHARACTERS)
+        or (name in ("*", "replace", "join") and math.prod(sizes) * max([1, *numbers]) > MAX_CHARACTERS)
         or (name in ("%", "format") and any(_WIDE.search(text) for text in texts))
     ):
         raise ValueError(f"{name} makes too much")

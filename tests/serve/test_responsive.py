@@ -92,7 +92,7 @@ def test_a_body_of_64_mib(server: Api, chunked: bool) -> None:
     [
         ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", 0.2),
         # Making a text of hundreds of megabytes is one operation, which nothing interrupts.
-        ("{% set ns = namespace(x='x') %}{% for i in range(99) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}", 3),
+        ("{% set ns = namespace(x='x') %}{% for i in range(99) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}", 0.2),
         ("{{ 9 ** 9 ** 9 }}", 0.2),
         ("{{ 'x' * 10 ** 12 }}", 0.2),
         ("{% macro f(n) %}{{ f(n) }}{{ f(n) }}{% endmacro %}{{ f(1) }}", 0.2),
