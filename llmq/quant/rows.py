@@ -88,6 +88,24 @@ def quantize_rows(weight_OI: np.ndarray, scheme: Scheme, pool: ThreadPoolExecuto
     return PackedMatrix(values, scale, zero, sum(parts, Fidelity()))
 
 
+def finite(weight: np.ndarray) -> np.ndarray:
+    """A weight in float32.
+
+    Args:
+        weight: From the source.
+
+    Returns:
+        float32.
+
+    Raises:
+        NonFiniteWeightError: It is NaN, infinite or far too large somewhere.
+    """
+    wide = weight.astype(np.float32)
+    if not np.abs(wide).max() <= MAX_WEIGHT:  # NaN compares false
+        raise NonFiniteWeightError
+    return wide
+
+
 def pack_matrix(weight_OI: np.ndarray, qtensor: QTensor) -> PackedMatrix:
     """Codes chosen elsewhere, as they lie in a file.
 

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from llmq.config import Scheme
-from llmq.quant.affine import choose_codes, choose_scale_zero, dtype_of, round_scale
+from llmq.quant.affine import MIN_SCALE, choose_codes, choose_scale_zero, dtype_of, round_scale
 from llmq.quant.qtensor import QTensor
 
 #: Rows searched together: small enough for a cache.
@@ -27,7 +27,8 @@ def search_grid(weight_OI: np.ndarray, scheme: Scheme, method: str, pool: Thread
     Args:
         weight_OI: float32, finite.
         scheme: Its group size is settled.
-        method: ``nearest`` takes the extremes, ``mse`` the least squared error, ``hqq`` few large errors.
+        method: ``nearest`` takes the extremes, ``mse`` the least squared error of weights and of their sum,
+            ``hqq`` few large errors.
         pool: Threads to use. Their number does not change a bit of the result.
 
     Returns:
@@ -69,53 +70,87 @@ def _nearest(weight_OGg: np.ndarray, scheme: Scheme) -> Grid:
     return scale_OG, zero_OG
 
 
-#: Ranges that are tried, relative to that of the weights.
-_RANGES = np.linspace(0.6, 1.05, 19, dtype=np.float32)
+#: Ranges that are tried, relative to that of the weights. Narrower ones would clip the largest weights, which
+#: costs more than the squared error tells: down to 0.55, SmolLM2's perplexity rises from 23.5 to 24.6.
+_RANGES = np.linspace(0.8, 1.05, 6, dtype=np.float32)
+
+#: Where the middle of the range is tried, in steps of the grid.
+_SHIFTS = np.linspace(-0.5, 0.5, 9, dtype=np.float32)
 
 
-def _least_squares(weight_OGg: np.ndarray, scheme: Scheme) -> Grid:
+def _least_error(weight_OGg: np.ndarray, scheme: Scheme) -> Grid:
+    """The grid whose errors are small, and cancel: ``sum e^2 + (sum e)^2`` over each group.
+
+    Inputs of a group have a mean, so that errors which add up are worse than errors which do not.
+    """
     scale_OG, zero_OG = _nearest(weight_OGg, scheme)
-    loss_OG = _squared_error(weight_OGg, scale_OG, zero_OG, scheme)
-    for candidate_OG, shift_OG in _candidates(weight_OGg, scheme):
-        candidate_OG = np.where(candidate_OG > 0.0, candidate_OG, scale_OG)
-        found_OG = _squared_error(weight_OGg, candidate_OG, shift_OG, scheme)
+    loss_OG = _loss(weight_OGg, scale_OG, zero_OG, scheme)
+    for candidate_OG, shifted_OG in _candidates(weight_OGg, scheme):
+        found_OG = _loss(weight_OGg, candidate_OG, shifted_OG, scheme)
         better_OG = found_OG < loss_OG
         loss_OG = np.where(better_OG, found_OG, loss_OG)
         scale_OG = np.where(better_OG, candidate_OG, scale_OG)
-        if zero_OG is not None and shift_OG is not None:
-            zero_OG = np.where(better_OG, shift_OG, zero_OG)
+        if zero_OG is not None and shifted_OG is not None:
+            zero_OG = np.where(better_OG, shifted_OG, zero_OG)
     return scale_OG, zero_OG
 
 
 def _candidates(weight_OGg: np.ndarray, scheme: Scheme) -> Iterator[Grid]:
     num_steps = scheme.qmax - scheme.qmin
     low_OG, high_OG = weight_OGg.min(axis=-1), weight_OGg.max(axis=-1)
+    middle_OG = (high_OG + low_OG) * np.float32(0.5)
+    range_OG = 2.0 * np.maximum(-low_OG, high_OG) if scheme.symmetric else high_OG - low_OG
     for share in _RANGES:
+        scale_OG = round_scale(np, range_OG * (share / np.float32(num_steps)), scheme)
+        scale_OG = np.where(scale_OG < MIN_SCALE, np.float32(1.0), scale_OG)
         if scheme.symmetric:
-            widest_OG = np.maximum(-low_OG, high_OG)
-            yield round_scale(np, widest_OG * (share * np.float32(2.0 / num_steps)), scheme), None
+            yield scale_OG, None
             continue
-        scale_OG = round_scale(np, (high_OG - low_OG) * (share / np.float32(num_steps)), scheme)
-        middle_OG = (high_OG + low_OG) * np.float32(0.5)
-        yield scale_OG, round_scale(np, middle_OG + scale_OG * np.float32(0.5), scheme)
+        for shift in _SHIFTS:
+            yield scale_OG, round_scale(np, middle_OG + scale_OG * (np.float32(0.5) + shift), scheme)
 
 
-def _squared_error(
-    weight_OGg: np.ndarray, scale_OG: np.ndarray, zero_OG: np.ndarray | None, scheme: Scheme
-) -> np.ndarray:
-    """Of the nearest codes but for ties, which have the same error."""
+def _loss(weight_OGg: np.ndarray, scale_OG: np.ndarray, zero_OG: np.ndarray | None, scheme: Scheme) -> np.ndarray:
+    """Of the nearest codes, but for ties."""
     offset_OGg = weight_OGg if zero_OG is None else weight_OGg - zero_OG[..., None]
     steps_OGg = offset_OGg / scale_OG[..., None]
     error_OGg = steps_OGg - np.clip(np.rint(steps_OGg), scheme.qmin, scheme.qmax)
-    return np.square(error_OGg).sum(axis=-1) * scale_OG * scale_OG
+    total_OG = error_OGg.sum(axis=-1)
+    return (np.square(error_OGg).sum(axis=-1) + total_OG * total_OG) * (scale_OG * scale_OG)
 
 
 def _half_quadratic(weight_OGg: np.ndarray, scheme: Scheme) -> Grid:
-    raise NotImplementedError
+    """The zero that leaves few large errors rather than many small ones; the scale is that of the extremes.
 
+    Source:
+        Half-Quadratic Quantization of Large Machine Learning Models, mobiusml.github.io/hqq_blog, equations
+        for the shrinkage and the zero, with its p, beta, growth of beta and rounded first zero.
+    """
+    scale_OG, zero_OG = _nearest(weight_OGg, scheme)
+    assert zero_OG is not None
+    zero_OG = -np.rint(-zero_OG / scale_OG) * scale_OG
+    beta = 10.0
+    for _ in range(20):
+        steps_OGg = (weight_OGg - zero_OG[..., None]) / scale_OG[..., None]
+        grid_OGg = np.clip(np.rint(steps_OGg), scheme.qmin, scheme.qmax) * scale_OG[..., None]
+        error_OGg = weight_OGg - grid_OGg - zero_OG[..., None]
+        size_OGg = np.abs(error_OGg)
+        large_OGg = np.sign(error_OGg) * np.maximum(
+            size_OGg - np.maximum(size_OGg, _SMALL) ** (_NORM - 1.0) / beta, 0.0
+        )
+        zero_OG = (weight_OGg - large_OGg - grid_OGg).mean(axis=-1)
+        beta *= 1.01
+    return scale_OG, round_scale(np, zero_OG, scheme)
+
+
+#: Exponent of the errors' norm.
+_NORM = 0.7
+
+#: Keeps a negative power of an error finite.
+_SMALL = np.float32(1e-12)
 
 _METHODS: dict[str, Callable[[np.ndarray, Scheme], Grid]] = {
     "nearest": _nearest,
-    "mse": _least_squares,
+    "mse": _least_error,
     "hqq": _half_quadratic,
 }

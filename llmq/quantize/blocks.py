@@ -23,7 +23,9 @@ from llmq.config import Scheme
 from llmq.model.names import STAGES, layer_prefix
 from llmq.quant import QTensor, dequantize
 from llmq.quant.gptq import Moments, damp, solve
-from llmq.quant.search import search_grid
+from llmq.quant.rows import finite
+from llmq.quant.search import on_grid, search_grid
+from llmq.quantize.fold import fold_block
 from llmq.quantize.options import Algorithm
 
 #: Tensors of a layer by their names without its prefix.
@@ -75,23 +77,25 @@ def quantize_blocks(
     stream = before
     for index in range(weights.config.num_layers):
         prefix, source = layer_prefix(index), read_block(weights, index)
-        done = finished(index)
-        block = {**source, **done.tensors} if done else dict(source)
+        mine = {name: schemes[prefix + name] for name in source if prefix + name in schemes}
+        done, block, scales = finished(index), dict(source), dict[int, np.ndarray]()
+        if done:
+            block.update(done.tensors)
+        elif algorithm.fold:
+            block, scales = fold_block(calibrator, stream, source, mine, weights.config, algorithm.grid, pool)
         errors: dict[str, float] = {}
-        for stage, linears in enumerate(STAGES):
+        for stage, linears in enumerate((*STAGES, ())):
             before, stream = calibrator.advance(before, source, stage), calibrator.advance(stream, block, stage)
-            names = [f"{linear}.weight" for linear in linears if f"{prefix}{linear}.weight" in schemes]
+            names = [f"{linear}.weight" for linear in linears if f"{linear}.weight" in mine]
             if done or not names:
                 continue
             moments_II, cross_II = calibrator.moments(stream, stream), calibrator.moments(before, stream)
+            if stage in scales:
+                cross_II /= scales[stage][:, None]
             with threadpool_limits(1, user_api="blas"):
                 solver = _Solver(moments_II, cross_II, algorithm, pool)
                 for name in names:
-                    block[name], errors[name] = solver(block[name], schemes[prefix + name])
-        before, stream = (
-            calibrator.advance(before, source, len(STAGES)),
-            calibrator.advance(stream, block, len(STAGES)),
-        )
+                    block[name], errors[name] = solver(block[name], mine[name])
         changed = {name: tensor for name, tensor in block.items() if tensor is not source[name]}
         yield done or QuantizedBlock(index, changed, errors)
 
@@ -123,21 +127,24 @@ class _Solver:
     def __init__(
         self, moments_II: np.ndarray, cross_II: np.ndarray, algorithm: Algorithm, pool: ThreadPoolExecutor
     ) -> None:
-        self._moments_II, self._algorithm, self._pool = moments_II, algorithm, pool
-        self._moments = Moments.of(moments_II) if algorithm.feedback else None
-        damped_II = damp(moments_II)
-        shift_II = (cross_II - moments_II) * (len(moments_II) / max(np.trace(moments_II), 1e-300))
-        self._correction_II = CORRECTION * np.linalg.solve(damped_II, shift_II.T).T
+        self._moments_II, self._grid, self._pool = moments_II, algorithm.grid, pool
+        self._moments, self._correction_II = None, None
+        if algorithm.feedback:
+            self._moments = Moments.of(moments_II)
+            drift_II = (cross_II - moments_II) * (len(moments_II) / max(np.trace(moments_II), _TINY))
+            self._correction_II = CORRECTION * np.linalg.solve(damp(moments_II), drift_II.T).T
 
     def __call__(self, weight: np.ndarray | QTensor, scheme: Scheme) -> tuple[QTensor, float]:
         assert isinstance(weight, np.ndarray)
-        weight_OI = weight.astype(np.float32)
+        weight_OI = finite(weight)
         target_OI = weight_OI
-        if self._algorithm.feedback:
+        if self._correction_II is not None:
             target_OI = (weight_OI + weight_OI.astype(np.float64) @ self._correction_II).astype(np.float32)
-        scale_OG, zero_OG = search_grid(target_OI, scheme, self._algorithm.grid, self._pool)
-        assert self._moments
-        codes = solve(target_OI, scale_OG, zero_OG, self._moments, scheme, self._pool)
+        scale_OG, zero_OG = search_grid(target_OI, scheme, self._grid, self._pool)
+        if self._moments is None:
+            codes = on_grid(target_OI, scale_OG, zero_OG, scheme)
+        else:
+            codes = solve(target_OI, scale_OG, zero_OG, self._moments, scheme, self._pool)
         return codes, self._error(weight_OI, codes)
 
     def _error(self, weight_OI: np.ndarray, codes: QTensor) -> float:
@@ -146,3 +153,7 @@ class _Solver:
         error = weight - dequantize(codes).astype(np.float64)
         squared, lost = (float(np.vdot(matrix @ self._moments_II, matrix)) for matrix in (weight, error))
         return (lost / squared) ** 0.5 if squared > 0.0 else 0.0
+
+
+#: Keeps the quotient of two zeros finite.
+_TINY = 1e-300

@@ -8,8 +8,7 @@ from llmq.checkpoint.coverage import TensorPlan
 from llmq.convert import Encoder, round_to_nearest
 from llmq.model.names import Kind, layer_prefix
 from llmq.quant import QTensor
-from llmq.quant.affine import MAX_WEIGHT
-from llmq.quant.rows import NonFiniteWeightError, PackedMatrix, pack_matrix
+from llmq.quant.rows import PackedMatrix, finite, pack_matrix
 from llmq.quant.search import on_grid, search_grid
 from llmq.quantize.blocks import QuantizedBlock
 from llmq.quantize.journal import Journal
@@ -62,21 +61,3 @@ def from_journal(journal: Journal) -> Encoder:
         return pack_matrix(tensor.astype(np.float32), found) if isinstance(found, QTensor) else found
 
     return encode
-
-
-def finite(weight: np.ndarray) -> np.ndarray:
-    """A weight in float32.
-
-    Args:
-        weight: From the source.
-
-    Returns:
-        float32.
-
-    Raises:
-        NonFiniteWeightError: It is NaN, infinite or far too large somewhere.
-    """
-    wide = weight.astype(np.float32)
-    if not np.abs(wide).max() <= MAX_WEIGHT:  # NaN compares false
-        raise NonFiniteWeightError
-    return wide

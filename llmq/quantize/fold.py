@@ -1,0 +1,88 @@
+"""Scales of `llmq.quant.awq` folded into what makes a linear's input: the model stays what it was."""
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+from threadpoolctl import threadpool_limits
+
+from llmq.backends.base import Calibrator, Stream
+from llmq.config import Scheme
+from llmq.model.config import ModelConfig
+from llmq.model.names import STAGES
+from llmq.quant import QTensor
+from llmq.quant.awq import choose_scales
+
+#: What makes the input of each stage: a norm, or the rows of a linear that nothing but it comes after.
+#: The attention output is a mixture of v's rows, the gated input a product with up's.
+_MAKERS = ("input_layernorm", "self_attn.v_proj", "post_attention_layernorm", "mlp.up_proj")
+
+
+def fold_block(
+    calibrator: Calibrator,
+    stream: Stream,
+    block: "Mapping[str, np.ndarray | QTensor]",
+    schemes: Mapping[str, Scheme],
+    config: ModelConfig,
+    method: str,
+    pool: ThreadPoolExecutor,
+) -> "tuple[dict[str, np.ndarray | QTensor], dict[int, np.ndarray]]":
+    """Choose scales for every stage of a block and fold them in.
+
+    A stage is left alone unless all its linears are quantized, and the linear that makes its input as
+    well: what is kept must keep its exact values.
+
+    Args:
+        calibrator: Runs the block.
+        stream: What enters it.
+        block: Its tensors, none quantized yet.
+        schemes: Tensor -> its grid.
+        config: The model.
+        method: How grids are found.
+        pool: Threads.
+
+    Returns:
+        The block's tensors, of which those that changed are new; and for each stage that was folded what its
+        input is divided by, float32 `[I]`.
+    """
+    folded, scales = dict(block), dict[int, np.ndarray]()
+    for stage, linears in enumerate(STAGES):
+        stream = calibrator.advance(stream, block, stage)
+        names, maker = [f"{linear}.weight" for linear in linears], _MAKERS[stage]
+        is_norm = maker.endswith("norm")
+        if not all(name in schemes for name in names) or not (is_norm or f"{maker}.weight" in schemes):
+            continue
+        moments_II = calibrator.moments(stream, stream)
+        shared = (config.num_kv_heads, config.num_heads // config.num_kv_heads, config.head_dim)
+        sharing = shared if maker == "self_attn.v_proj" else (1, 1, len(moments_II))
+        with threadpool_limits(1, user_api="blas"):
+            rows = [(_float32(folded[name]), schemes[name]) for name in names]
+            scale_I = choose_scales(rows, moments_II, sharing, method, pool)
+        scales[stage] = scale_I = _divide(folded, maker, scale_I, sharing)
+        folded.update({name: weight_OI * scale_I for name, (weight_OI, _) in zip(names, rows, strict=True)})
+    return folded, scales
+
+
+def _divide(
+    block: "dict[str, np.ndarray | QTensor]", maker: str, scale_I: np.ndarray, sharing: tuple[int, int, int]
+) -> np.ndarray:
+    """Divide what makes an input, and tell by how much it is smaller once it is rounded as it is stored."""
+    weight = block[f"{maker}.weight"]
+    assert isinstance(weight, np.ndarray)
+    if weight.ndim == 1:
+        rounded = (weight.astype(np.float32) / scale_I).astype(weight.dtype)
+        block[f"{maker}.weight"] = rounded
+        small = rounded.astype(np.float32)
+        return np.divide(weight.astype(np.float32), small, out=np.ones_like(small), where=small != 0.0)
+    scale_O = scale_I.reshape(sharing)[:, 0].reshape(-1)
+    block[f"{maker}.weight"] = weight.astype(np.float32) / scale_O[:, None]
+    if f"{maker}.bias" in block:
+        bias = block[f"{maker}.bias"]
+        assert isinstance(bias, np.ndarray)
+        block[f"{maker}.bias"] = (bias.astype(np.float32) / scale_O).astype(bias.dtype)
+    return scale_I
+
+
+def _float32(weight: np.ndarray | QTensor) -> np.ndarray:
+    assert isinstance(weight, np.ndarray)
+    return weight.astype(np.float32)

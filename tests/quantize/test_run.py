@@ -1,0 +1,250 @@
+"""Whole runs on a tiny model: the same bytes however they come about, and what is refused."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llmq.backends.base import ModelOptions
+from llmq.backends.registry import load_backend
+from llmq.checkpoint.loader import ModelWeights, load_weights
+from llmq.checkpoint.record import read_record
+from llmq.config import Override, QuantizationConfig
+from llmq.convert import convert, plan_conversion
+from llmq.errors import ConfigError, OutputError
+from llmq.model.names import STAGES, Kind
+from llmq.model.tokenizer import Tokenizer
+from llmq.quant import QTensor
+from llmq.quantize.blocks import QuantizedBlock
+from llmq.quantize.data import calibration_sequences
+from llmq.quantize.options import ALGORITHMS, QuantizeOptions, Target
+from llmq.quantize.run import Run, plan_mixed, quantize
+from tests.tiny import byte_tokenizer_files, write_tiny
+
+CONFIG = QuantizationConfig(scheme="int4_blockwise", group_size=64)
+
+
+def random_words(seed: int) -> str:
+    rng = np.random.default_rng(seed)
+    return " ".join("".join(chr(c) for c in rng.integers(97, 123, 5)) for _ in range(2000))
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = write_tiny(tmp_path_factory.mktemp("quantize") / "source", num_hidden_layers=4)
+    for name, contents in byte_tokenizer_files().items():
+        (path / name).write_bytes(contents)
+    return path
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("quantize") / "text.txt"
+    path.write_text(random_words(seed=0))
+    return path
+
+
+def options(text: Path | None, **changes: object) -> QuantizeOptions:
+    defaults = {"dataset": str(text), "num_samples": 20, "seq_len": 48, "backend": "cpu", "dtype": "float32"}
+    return QuantizeOptions(**{**defaults, **changes})
+
+
+def weight_bytes(path: Path) -> bytes:
+    return (path / "model.safetensors").read_bytes()
+
+
+def run(
+    source: Path, output: Path, chosen: QuantizeOptions, config: QuantizationConfig = CONFIG, **how: object
+) -> Path:
+    quantize(plan_conversion(str(source), config), chosen, output, Run(**how))
+    return output
+
+
+@pytest.fixture(scope="module")
+def clean(source: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run(source, tmp_path_factory.mktemp("quantize") / "clean", options(text), num_threads=1)
+
+
+def test_threads_and_a_second_run_change_no_byte(source: Path, text: Path, clean: Path, tmp_path: Path) -> None:
+    again = run(source, tmp_path / "again", options(text), num_threads=2)
+    assert weight_bytes(again) == weight_bytes(clean)
+    other = run(source, tmp_path / "other", options(text, seed=1))
+    assert weight_bytes(other) != weight_bytes(clean)
+
+
+class Killed(BaseException):
+    pass
+
+
+def kill_after(last: int):
+    def tell(block: QuantizedBlock) -> None:
+        if block.index == last:
+            raise Killed
+
+    return tell
+
+
+def test_a_killed_run_is_resumed_to_the_same_bytes(source: Path, text: Path, clean: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    with pytest.raises(Killed):
+        run(source, output, options(text), tell=kill_after(2))
+    assert not output.exists()
+    journal = tmp_path / ".out.llmq-quantize"
+    assert len(list(journal.glob("block-*"))) == 3
+    (journal / ".partial").write_bytes(b"cut short")
+    told = []
+    run(source, output, options(text), resume=True, tell=told.append)
+    assert [bool(block.errors) for block in told] == [True] * 4
+    assert weight_bytes(output) == weight_bytes(clean)
+    assert read_record(output).calibration == read_record(clean).calibration
+    assert not journal.exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "config", "field"),
+    [
+        ({"seed": 7}, CONFIG, "tokens"),
+        ({"algorithm": "awq"}, CONFIG, "algorithm"),
+        ({}, CONFIG.model_copy(update={"symmetric": True}), "schemes"),
+    ],
+)
+def test_changed_settings_do_not_resume(
+    source: Path, text: Path, tmp_path: Path, changes: dict, config: QuantizationConfig, field: str
+) -> None:
+    with pytest.raises(Killed):
+        run(source, tmp_path / "out", options(text), tell=kill_after(0))
+    with pytest.raises(ConfigError, match=rf"^resume: the interrupted run had {field}=.*leave out --resume"):
+        run(source, tmp_path / "out", options(text, **changes), config, resume=True)
+
+
+def test_calibration_loses_less_of_the_predictions(source: Path, clean: Path, tmp_path: Path) -> None:
+    nearest = run(source, tmp_path / "rtn", options(None, algorithm="rtn", dataset=None))
+    plain = tmp_path / "convert"
+    convert(plan_conversion(str(source), CONFIG), plain)
+    assert weight_bytes(nearest) == weight_bytes(plain)
+    weights = load_weights(str(source))
+    tokenizer = Tokenizer.from_files(weights.reader.side_files(), weights.config)
+    tokens = calibration_sequences(tokenizer, random_words(seed=1), 20, 48, 0)
+    calibrator = load_backend("gpu").open_calibrator(
+        weights, ModelOptions(device="cpu", dtype="float32", max_len=48), 1
+    )
+
+    def stream(model: ModelWeights):
+        found = calibrator.start(tokens)
+        for layer in range(4):
+            prefix = f"model.layers.{layer}."
+            block = {name.removeprefix(prefix): model[name] for name in model if name.startswith(prefix)}
+            for stage in range(len(STAGES) + 1):
+                found = calibrator.advance(found, block, stage)
+        return found
+
+    baseline = stream(weights)
+    calibrated, rounded = (
+        calibrator.divergence(baseline, stream(load_weights(str(path)))) for path in (clean, nearest)
+    )
+    assert calibrated < 0.3 * rounded
+
+
+@pytest.mark.parametrize("algorithm", [name for name in ALGORITHMS if name != "hqq"])
+@pytest.mark.parametrize("scheme", ["int8_per_channel", "int4_per_channel", "int4_blockwise", "int8_blockwise"])
+def test_every_algorithm_makes_artifacts_of_every_scheme(
+    source: Path, text: Path, tmp_path: Path, algorithm: str, scheme: str
+) -> None:
+    config = QuantizationConfig(scheme=scheme)
+    chosen = options(text, algorithm=algorithm, num_samples=2, seq_len=16)
+    weights = load_weights(str(run(source, tmp_path / "out", chosen, config)))
+    assert all(isinstance(weights[name], QTensor) for name in weights if name.endswith("_proj.weight"))
+    assert read_record(tmp_path / "out").calibration.algorithm == algorithm
+
+
+def test_ignored_linears_stay_and_overrides_hold(source: Path, text: Path, tmp_path: Path) -> None:
+    config = CONFIG.model_copy(
+        update={
+            "ignore": ("*.layers.1.*",),
+            "overrides": (Override(pattern="re:.*down_proj", scheme="int8_per_channel"),),
+        }
+    )
+    before, after = load_weights(str(source)), load_weights(str(run(source, tmp_path / "out", options(text), config)))
+    for name in before:
+        if ".layers.1." in name:
+            assert (after[name] == before[name]).all()
+        elif "down_proj" in name:
+            assert after[name].num_bits == 8
+
+
+@pytest.mark.parametrize("target", [Target(bits=5.5), Target(size=700_000), Target(max_kl=0.01)])
+def test_a_target_is_met_and_stages_are_alike(source: Path, text: Path, tmp_path: Path, target: Target) -> None:
+    chosen = options(text, target=target, num_samples=4)
+    plan, kl = plan_mixed(plan_conversion(str(source), CONFIG), chosen, tmp_path / "out")
+    linears = [row for row in plan.coverage if row.kind is Kind.LINEAR]
+    if target.bits:
+        bits = 8 * sum(row.stored_bytes for row in linears) / sum(row.shape[0] * row.shape[1] for row in linears)
+        assert 0.97 * target.bits < bits <= target.bits
+    if target.max_kl:
+        assert kl <= target.max_kl
+    schemes = {row.name.removesuffix(".weight"): row.scheme for row in linears}
+    assert len({str(scheme) for scheme in schemes.values()}) > 1
+    for layer in range(4):
+        for stage in STAGES:
+            assert len({schemes[f"model.layers.{layer}.{linear}"] for linear in stage}) == 1
+    quantize(plan, chosen, tmp_path / "out")
+    if target.size:
+        size = sum(file.stat().st_size for file in (tmp_path / "out").iterdir())
+        assert 0.97 * target.size < size <= target.size
+    assert (tmp_path / "out.sensitivity.html").read_text().count("<tr>") == 17
+
+
+def test_the_table_is_measured_once(source: Path, text: Path, tmp_path: Path) -> None:
+    told: list[str] = []
+    chosen = options(text, target=Target(bits=5), num_samples=4)
+    how = Run(progress=lambda what, _done, _total: told.append(what))
+    first = plan_mixed(plan_conversion(str(source), CONFIG), chosen, tmp_path / "out", how)
+    assert told
+    told.clear()
+    again = plan_mixed(plan_conversion(str(source), CONFIG), chosen, tmp_path / "out", how)
+    assert not told
+    assert again[0].coverage == first[0].coverage
+    plan_mixed(plan_conversion(str(source), CONFIG), chosen.model_copy(update={"seed": 3}), tmp_path / "out", how)
+    assert told
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_samples": 1000}, r"^dataset: has [\d,]+ tokens, 1000 samples of 48 take 47,000; lower"),
+        ({"seq_len": 513}, r"^seq_len=513: must be at most the model's context, 512\.$"),
+        ({"backend": "reference"}, "does not calibrate"),
+        ({"dataset": "nowhere.txt"}, r"nowhere\.txt"),
+    ],
+)
+def test_data_that_does_not_do_is_refused_early(
+    source: Path, text: Path, tmp_path: Path, changes: dict, message: str
+) -> None:
+    with pytest.raises(Exception, match=message) as raised:
+        run(source, tmp_path / "out", options(text, **changes))
+    assert type(raised.value).__module__ == "llmq.errors"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_options_that_contradict_each_other_are_refused(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="dataset: is missing; gptq calibrates on text"):
+        QuantizeOptions(algorithm="gptq")
+    with pytest.raises(ValueError, match="dataset: is missing; what a scheme costs"):
+        QuantizeOptions(algorithm="rtn", target=Target(bits=4.5))
+    with pytest.raises(ValueError, match="one of --target-bits"):
+        Target(bits=4, size=100)
+    with pytest.raises(ConfigError, match="target_size='90 apples'"):
+        Target.parse(None, "90 apples", None)
+    assert [Target.parse(None, size, None).size for size in ("90MB", "1.5 GiB", "7")] == [90_000_000, 1610612736, 7]
+    symmetric = CONFIG.model_copy(update={"symmetric": True})
+    with pytest.raises(ConfigError, match="algorithm=hqq: moves the zero of a grid"):
+        run(source, tmp_path / "out", QuantizeOptions(algorithm="hqq"), symmetric)
+    (tmp_path / "there").mkdir()
+    with pytest.raises(OutputError, match="exists already"):
+        run(source, tmp_path / "there", QuantizeOptions(algorithm="rtn"))
+
+
+@pytest.mark.parametrize("target", [Target(bits=1.0), Target(size=1000)])
+def test_a_target_out_of_reach_is_refused(source: Path, text: Path, tmp_path: Path, target: Target) -> None:
+    with pytest.raises(ConfigError, match="cannot be met, even the coarsest choices take more"):
+        plan_mixed(plan_conversion(str(source), CONFIG), options(text, target=target, num_samples=2), tmp_path / "o")
