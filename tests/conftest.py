@@ -48,3 +48,11 @@ def wikitext2() -> Path:
     if not path.is_file():
         pytest.skip(f"{path.name} is not beside the checkout")
     return path
+
+
+@pytest.fixture(scope="session")
+def evaluation_data() -> Path:
+    """Local files of lm-eval's tasks."""
+    if not (DATA / "hellaswag_validation.jsonl").is_file():
+        pytest.skip("the evaluation data is not beside the checkout")
+    return DATA
