@@ -10,7 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmq.backends.base import MAX_TOP_LOGPROBS, SlotSampling
-from llmq.backends.sampling import Rules, Seen, SlotRules, bias_row, greedy, log_probabilities, prompt_row, sample
+from llmq.backends.sampling import (
+    Rules,
+    Seen,
+    SlotRules,
+    _first_over,
+    bias_row,
+    greedy,
+    log_probabilities,
+    prompt_row,
+    sample,
+)
 
 #: Sums of probabilities err by this much, relative to all: two sums of at most 256 terms, the odds
 #: of each within a few units in the last place, once in the threshold and once in the choice.
@@ -136,7 +146,8 @@ def test_every_rule_against_the_definition(framework: str, data: st.DataObject) 
     logits = (rng.integers(-spread, spread + 1, (NUM_SLOTS, vocab_size)) / 8).astype(np.float32)
     logits[rng.random(logits.shape) < data.draw(st.sampled_from([0.0, 0.3]))] = -np.inf
     slots = data.draw(st.lists(slot_rules(vocab_size), min_size=NUM_SLOTS, max_size=NUM_SLOTS))
-    tokens = st.lists(st.integers(0, vocab_size - 1), max_size=12)
+    few = st.integers(0, 5)  # often more than once
+    tokens = st.lists(few | st.integers(0, vocab_size - 1), max_size=12)
     prompts, answers = ([data.draw(tokens) for _ in range(NUM_SLOTS)] for _ in range(2))
     num_words = -(-vocab_size // 32)
     allowed = rng.integers(0, 2**32, (NUM_SLOTS, num_words), np.uint32) | np.uint32(data.draw(st.sampled_from([0, 1])))
@@ -228,6 +239,12 @@ def test_what_is_forbidden_is_never_chosen(framework: str) -> None:
         )
         assert bits[np.arange(64), chosen].all()
         assert (chosen == end).mean() > 0.8, "the first or the last allowed one, unless it is too unlikely"
+
+
+def test_sums_that_round_choose_nothing_impossible() -> None:
+    """A parallel sum may pass the goal at a token without odds, or never."""
+    odds, ends = np.array([[0.5, 0.0, 0.1, 0.0]]), np.array([[0.5, 0.6, 0.6, 0.6]])
+    assert [int(_first_over(np, ends, odds, np.array([goal]))[0]) for goal in (0.4, 0.55, 0.7)] == [0, 2, 2]
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
