@@ -36,6 +36,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from llmq.checkpoint.loader import ModelWeights
+from llmq.config import Scheme
 from llmq.quant import QTensor
 
 State = Any
@@ -422,6 +423,165 @@ class Calibrator(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class TrainBatch:
+    """Rows of documents to learn from.
+
+    Attributes:
+        tokens: int32 `[B, N]`.
+        targets: int32 `[B, N]`: for every token its successor.
+        learned: bool `[B, N]`, whether the target counts. At least one does.
+        documents: int32 `[B, N]`: tokens of a row with the same number see each other; 0 is padding.
+        positions: int32 `[B, N]`, of each token in its document.
+    """
+
+    tokens: np.ndarray
+    targets: np.ndarray
+    learned: np.ndarray
+    documents: np.ndarray
+    positions: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class Adapters:
+    """Low-rank updates: the model uses ``W + alpha / rank * up @ down``, and only these are trained.
+
+    Attributes:
+        rank: Features between `down` and `up`.
+        alpha: Their weight, times the rank.
+        targets: Names of the weights that have one.
+        seed: Of the initial `down`; `up` begins with zeros.
+    """
+
+    rank: int
+    alpha: float
+    targets: frozenset[str]
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class TrainOptions:
+    """How to train a model.
+
+    Attributes:
+        device: As in `ModelOptions`.
+        dtype: Compute type; master weights are float32.
+        max_len: Tokens of the longest row.
+        schemes: Weight name -> the grid that training is to be aware of.
+        adapters: Train these only; None trains every weight.
+        betas: Of AdamW.
+        weight_decay: Of AdamW, on matrices.
+        clip: Largest norm of the gradient; None leaves it as it is.
+        recompute: Recompute activations in the backward pass rather than keep them.
+        teacher: Learn from the predictions of this model as well.
+        kd_weight: Their weight in the loss; the data's is 1 minus it.
+        kd_temperature: Divides the logits of both models.
+    """
+
+    device: str | None = None
+    dtype: ComputeType | None = None
+    max_len: int = 2048
+    schemes: Mapping[str, Scheme] = field(default_factory=lambda: MappingProxyType({}))
+    adapters: Adapters | None = None
+    betas: tuple[float, float] = (0.9, 0.99)
+    weight_decay: float = 0.0
+    clip: float | None = 1.0
+    recompute: bool = False
+    teacher: ModelWeights | None = None
+    kd_weight: float = 0.5
+    kd_temperature: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step did.
+
+    Attributes:
+        loss: Mean over all learned tokens, in nats, before the update.
+        grad_norm: Of the whole gradient, before it was clipped.
+    """
+
+    loss: float
+    grad_norm: float
+
+
+class Trainer(Protocol):
+    """A model being trained. What it does in a step depends on its state and its arguments only.
+
+    Where processes train together, each makes the same calls with the same arguments.
+
+    Attributes:
+        device: Where it runs, for people to read.
+        dtype: Compute type.
+        is_main: Whether this process is the one that writes files.
+    """
+
+    device: str
+    dtype: ComputeType
+    is_main: bool
+
+    def step(self, batches: Sequence[TrainBatch], learning_rate: float, *, quantized: bool) -> StepResult:
+        """Update the weights once.
+
+        Args:
+            batches: Computed one after the other; the loss is the mean over the tokens of all.
+            learning_rate: Of this step.
+            quantized: Whether the forward pass sees weights on their grids.
+
+        Returns:
+            What it did.
+        """
+        ...
+
+    def evaluate(self, batch: TrainBatch, *, quantized: bool) -> np.ndarray:
+        """Measure the loss.
+
+        Args:
+            batch: Rows.
+            quantized: As for `step`.
+
+        Returns:
+            float64 `[B]`, the sum over each row's learned tokens, in nats.
+        """
+        ...
+
+    def weight(self, name: str) -> np.ndarray:
+        """A weight as it is now, adapters merged.
+
+        Args:
+            name: Of a tensor of the checkpoint.
+
+        Returns:
+            float32. Its codes are those that a quantized forward pass uses.
+        """
+        ...
+
+    def state(self) -> dict[str, np.ndarray]:
+        """Everything that training has changed.
+
+        Returns:
+            Arrays by name; the same names and shapes whatever the backend and the number of processes.
+        """
+        ...
+
+    def load_state(self, step: int, state: Mapping[str, np.ndarray]) -> None:
+        """Go back to a state.
+
+        Args:
+            step: How many steps had been done.
+            state: From `state`, of this or another trainer of the same model and options.
+        """
+        ...
+
+    def peak_bytes(self) -> int:
+        """The most memory the device has held so far."""
+        ...
+
+    def close(self) -> None:
+        """Free the device. The trainer must not be used again."""
+        ...
+
+
 class Backend(Protocol):
     """A plugin.
 
@@ -491,5 +651,20 @@ class Backend(Protocol):
 
         Raises:
             BackendError: The device is not there or cannot run the model.
+        """
+        ...
+
+    def open_trainer(self, weights: ModelWeights, options: TrainOptions) -> Trainer:
+        """Load a model for training.
+
+        Args:
+            weights: An unquantized checkpoint.
+            options: How.
+
+        Returns:
+            The trainer.
+
+        Raises:
+            BackendError: The device is not there or cannot train.
         """
         ...

@@ -1,6 +1,6 @@
 """The plugin behind ``--backend gpu``. torch is imported when it is first needed."""
 
-from llmq.backends.base import Calibrator, InferenceModel, Memory, ModelOptions, Probe
+from llmq.backends.base import Calibrator, InferenceModel, Memory, ModelOptions, Probe, Trainer, TrainOptions
 from llmq.checkpoint.loader import ModelWeights
 
 
@@ -39,3 +39,9 @@ class GPUBackend:
         from llmq.backends.gpu.calibrate import TorchCalibrator
 
         return TorchCalibrator(weights, options, num_threads)
+
+    def open_trainer(self, weights: ModelWeights, options: TrainOptions) -> Trainer:
+        """See `base.Backend.open_trainer`."""
+        from llmq.backends.gpu.train import TorchTrainer
+
+        return TorchTrainer(weights, options)

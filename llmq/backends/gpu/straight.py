@@ -1,0 +1,121 @@
+"""What the forward pass of training sees of a master weight, and the gradient it sends back.
+
+    forward   w  ->  dequantize(quantize(w))  rounded once to the compute type
+    backward  the gradient as it is, but 0 where the code was clipped (`llmq.quant.gradient`)
+
+On the CPU the arithmetic is that of `llmq.quant` with the liberty `llmq.quant.rows` takes as well:
+the exact residual is computed only where the guess lies near a tie or was clipped. Tests hold it to
+`llmq.quant` bit for bit.
+
+Suffixes: O output features, I input features, G groups a row, g features a group.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmq.config import Scheme
+from llmq.quant.affine import choose_scale_zero, flush, step
+
+#: Elements quantized at a time: they and what is computed of them fit a core's cache.
+_PIECE_ELEMENTS = 1 << 19
+
+#: A guess nearer than this to its code is on the right side of every tie, see `llmq.quant.rows`.
+_CERTAIN = 0.4999
+
+#: From this scale on a subnormal weight is zero to its group, see `llmq.quant.rows`.
+_SUBNORMALS_MATTER_BELOW = 2.0**-100
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What the forward pass sees of a weight.
+
+    Attributes:
+        weight_OI: In the compute type.
+        clipped: Flat indices that get no gradient; None when there are none.
+    """
+
+    weight_OI: Tensor
+    clipped: Tensor | None = None
+
+
+def straight_through(master_OI: Tensor, seen: Seen) -> Tensor:
+    """`seen` in the forward pass, with the gradient of `master_OI` behind it.
+
+    Args:
+        master_OI: float32.
+        seen: Made of it.
+
+    Returns:
+        `[O, I]` in the compute type.
+    """
+    return _Straight.apply(master_OI, seen.weight_OI, seen.clipped)
+
+
+class _Straight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, master_OI: Tensor, seen_OI: Tensor, clipped: Tensor | None) -> Tensor:  # noqa: ARG004 - autograd's
+        ctx.clipped = clipped
+        return seen_OI.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        grad_OI = grads[0].float()
+        if ctx.clipped is not None:
+            grad_OI = grad_OI.clone() if grad_OI is grads[0] else grad_OI
+            grad_OI.view(-1)[ctx.clipped] = 0.0
+        return grad_OI, None, None
+
+
+@torch.no_grad()
+def see(master_OI: Tensor, scheme: Scheme | None, dtype: torch.dtype) -> Seen:
+    """Fake-quantize a weight.
+
+    Args:
+        master_OI: float32, contiguous, finite.
+        scheme: The grid, group size settled; None only rounds to the compute type.
+        dtype: Compute type.
+
+    Returns:
+        What the forward pass sees.
+    """
+    if scheme is None:
+        return Seen(master_OI.to(dtype))
+    num_rows, num_features = master_OI.shape
+    seen_OI = torch.empty(master_OI.shape, dtype=dtype, device=master_OI.device)
+    rows = max(1, _PIECE_ELEMENTS // num_features) if master_OI.device.type == "cpu" else num_rows
+    clipped = []
+    for start in range(0, num_rows, rows):
+        weight_OGg = master_OI[start : start + rows].unflatten(1, (-1, scheme.group_size or num_features))
+        seen_OGg, indices = _see_piece(weight_OGg, scheme)
+        seen_OI[start : start + rows] = seen_OGg.flatten(1)
+        clipped.append(indices + start * num_features)
+    indices = torch.cat(clipped)
+    return Seen(seen_OI, indices if len(indices) else None)
+
+
+def _see_piece(weight_OGg: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
+    low_OG, high_OG = torch.aminmax(weight_OGg, dim=-1)
+    scale_OG, zero_OG, constant_OG = choose_scale_zero(low_OG, high_OG, scheme)
+    if scale_OG.min() < _SUBNORMALS_MATTER_BELOW:
+        weight_OGg = flush(torch, weight_OGg)
+    scale_OG1 = scale_OG[..., None]
+    offset = weight_OGg if zero_OG is None else weight_OGg - zero_OG[..., None]
+    steps = offset * (1.0 / scale_OG)[..., None]
+    codes = steps.round().clamp_(scheme.qmin, scheme.qmax)
+    codes.masked_fill_(constant_OG[..., None], 0.0)
+    doubtful = (steps.sub_(codes).abs_() > _CERTAIN).view(-1).nonzero()[:, 0]
+    doubtful = doubtful[~constant_OG.view(-1)[doubtful // codes.shape[-1]]]
+    group = doubtful // codes.shape[-1]
+    scale, offsets, guess = scale_OG.view(-1)[group], offset.reshape(-1)[doubtful], codes.view(-1)[doubtful]
+    settled = guess + step(torch, guess, offsets - guess * scale, scale * 0.5)
+    settled.clamp_(scheme.qmin, scheme.qmax)
+    codes.view(-1)[doubtful] = settled
+    beyond = step(torch, settled, offsets - settled * scale, scale * 0.5) != 0.0
+    seen_OGg = codes.mul_(scale_OG1)
+    if zero_OG is not None:
+        seen_OGg = seen_OGg.add_(zero_OG[..., None])
+    return seen_OGg, doubtful[beyond]

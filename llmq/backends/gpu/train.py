@@ -1,0 +1,123 @@
+"""`base.Trainer` in torch: AdamW on float32 master weights, the forward pass in the compute type."""
+
+import resource
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from llmq.backends.base import ModelOptions, StepResult, TrainBatch, TrainOptions
+from llmq.backends.gpu.device import DTYPES, choose_device
+from llmq.backends.gpu.linear import to_tensor
+from llmq.backends.gpu.trainable import Matrix, TrainableDecoder
+from llmq.checkpoint.loader import ModelWeights
+
+#: AdamW's moments, by what they are called in a state.
+_MOMENTS = {"first": "exp_avg", "second": "exp_avg_sq"}
+
+
+class TorchTrainer:
+    """See `base.Trainer`.
+
+    Args:
+        weights: The model.
+        options: How to train it.
+    """
+
+    is_main = True
+
+    def __init__(self, weights: ModelWeights, options: TrainOptions) -> None:
+        self._device, self.dtype = choose_device(ModelOptions(device=options.device, dtype=options.dtype))
+        self.device = str(self._device)
+        self._clip = options.clip
+        self._model = TrainableDecoder(
+            weights, options.schemes, options.max_len, self._device, DTYPES[self.dtype], recompute=options.recompute
+        )
+        if options.adapters is not None:
+            self._model.requires_grad_(False)
+            for index, matrix in enumerate(self._model.matrices()):
+                if matrix.name in options.adapters.targets:
+                    matrix.adapt(options.adapters, index)
+        self._trained = self._named_parameters()
+        matrices = [p for p in self._trained.values() if p.ndim > 1]
+        others = [p for p in self._trained.values() if p.ndim == 1]
+        groups = [{"params": matrices, "weight_decay": options.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        self._optimizer = torch.optim.AdamW(groups, lr=0.0, betas=options.betas, fused=True)
+
+    def _named_parameters(self) -> dict[str, nn.Parameter]:
+        """What is trained, by its name in a state."""
+        named = {f"weight {name}": getattr(module, attribute) for name, module, attribute in self._model.tensors()}
+        for matrix in self._model.matrices():
+            if matrix.factor:
+                named |= {f"down {matrix.name}": matrix.down, f"up {matrix.name}": matrix.up}
+        return {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+
+    def step(self, batches: Sequence[TrainBatch], learning_rate: float, *, quantized: bool) -> StepResult:
+        """See `base.Trainer.step`."""
+        self._look(quantized)
+        total = sum(int(batch.learned.sum()) for batch in batches)
+        nats = 0.0
+        for batch in batches:
+            rows = self._model.rows(batch)
+            part = self._model.nats(self._model(rows), rows.targets_M).sum()
+            (part / total).backward()
+            nats += float(part.detach())
+        norm = torch.nn.utils.clip_grad_norm_(self._trained.values(), torch.inf if self._clip is None else self._clip)
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return StepResult(nats / total, float(norm))
+
+    @torch.no_grad()
+    def evaluate(self, batch: TrainBatch, *, quantized: bool) -> np.ndarray:
+        """See `base.Trainer.evaluate`."""
+        self._look(quantized)
+        rows = self._model.rows(batch)
+        nats_BN = torch.zeros(rows.learned_BN.shape, dtype=torch.float64)
+        nats_M = self._model.nats(self._model(rows), rows.targets_M)
+        nats_BN[rows.learned_BN.cpu()] = nats_M.double().cpu()
+        return nats_BN.sum(dim=1).numpy()
+
+    @torch.no_grad()
+    def weight(self, name: str) -> np.ndarray:
+        """See `base.Trainer.weight`."""
+        module, attribute = next((m, a) for key, m, a in self._model.tensors() if key == name)
+        is_matrix = isinstance(module, Matrix) and attribute == "weight"
+        return _numpy(module.merged() if is_matrix else getattr(module, attribute))
+
+    def state(self) -> dict[str, np.ndarray]:
+        """See `base.Trainer.state`."""
+        state = {name: _numpy(parameter.detach()) for name, parameter in self._trained.items()}
+        for name, parameter in self._trained.items():
+            for moment, key in _MOMENTS.items():
+                held: Tensor = self._optimizer.state[parameter].get(key, torch.zeros_like(parameter))
+                state[f"{moment} {name}"] = _numpy(held)
+        return state
+
+    @torch.no_grad()
+    def load_state(self, step: int, state: Mapping[str, np.ndarray]) -> None:
+        """See `base.Trainer.load_state`."""
+        for name, parameter in self._trained.items():
+            parameter.copy_(to_tensor(state[name]))
+            held = {key: to_tensor(state[f"{moment} {name}"]).to(self._device) for moment, key in _MOMENTS.items()}
+            self._optimizer.state[parameter] = {"step": torch.tensor(float(step), device=self._device), **held}
+
+    def peak_bytes(self) -> int:
+        """See `base.Trainer.peak_bytes`."""
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def close(self) -> None:
+        """See `base.Trainer.close`."""
+        del self._model, self._optimizer, self._trained
+
+    def _look(self, quantized: bool) -> None:
+        for matrix in self._model.matrices():
+            matrix.look(quantized)
+
+
+def _numpy(tensor: Tensor) -> np.ndarray:
+    return np.array(tensor.cpu())
