@@ -244,7 +244,7 @@ def stage(target: Path, shards: Mapping[str, Mapping[str, Entry]]) -> Generator[
         with _locked(staging, target):
             writer = ArtifactWriter(staging, shards)
             yield writer
-            _swap(staging, place)
+            swap(staging, place)
     except BaseException as err:
         if writer:
             writer.close()
@@ -279,8 +279,13 @@ def _locked(staging: Path, target: Path) -> Generator[None]:
         os.close(descriptor)
 
 
-def _swap(staging: Path, place: Path) -> None:
-    """Put the artifact in its place; an older one is deleted once the new one stands."""
+def swap(staging: Path, place: Path) -> None:
+    """Put an artifact in its place; an older one is deleted once the new one stands.
+
+    Args:
+        staging: Where it is whole; on the same file system.
+        place: Where it goes.
+    """
     if not place.exists():
         staging.rename(place)
         return

@@ -60,8 +60,10 @@ def quantize(
     from llmq.commands.convert import print_coverage, summary
     from llmq.commands.terminal import count_progress, human_bytes, print_json, say
     from llmq.convert import coverage_row, plan_conversion
+    from llmq.quantize.mixed import plan_mixed, quantize_to_divergence
     from llmq.quantize.options import QuantizeOptions, Target
-    from llmq.quantize.run import Run, check_algorithm, plan_mixed, quantize
+    from llmq.quantize.run import check_algorithm, quantize
+    from llmq.quantize.setup import Run
 
     wanted = validated(
         QuantizeOptions,
@@ -76,7 +78,7 @@ def quantize(
         target=Target.parse(target_bits, target_size, max_kl),
         sensitivity=report_sensitivity,
     )
-    plan = plan_conversion(model, config, strict=strict)
+    plan = source = plan_conversion(model, config, strict=strict)
     check_algorithm(plan, wanted)
     target = output or Path(f"{Path(model).resolve().stem}-{config.scheme}-{algorithm}")
     with count_progress() as progress:
@@ -94,7 +96,11 @@ def quantize(
             if as_json:
                 print_json({"dry_run": True, "output": str(target), "artifact_bytes": size, "coverage": rows})
             return
-        done = quantize(plan, wanted, target, run)
+        if wanted.target.max_kl is None:
+            done = quantize(plan, wanted, target, run)
+        else:
+            done, kl = quantize_to_divergence(source, wanted, target, run)
+            say(f"divergence {kl:.4f} nats a token on held-out text")
     record = done.model_dump(mode="json")
     written = sum(file.stat().st_size for file in target.iterdir())
     print_coverage(record["coverage"])

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from llmq.config import Override
+from llmq.config import KEEP, Override
 from llmq.convert import ConversionPlan, plan_conversion
 from llmq.errors import ConfigError
 from llmq.model.names import Kind
@@ -34,6 +34,8 @@ def plan_for_target(plan: ConversionPlan, table: Sequence[Sensitivity], target: 
         chosen = allocation.within_loss(target.max_kl)
         if chosen is None:
             raise _unmet(target, "even the finest choices differ more")
+        if all(row.candidates[index].scheme == KEEP for row, index in zip(rows, chosen, strict=True)):
+            raise _unmet(target, "only the unquantized model does")
         return _mixed(plan, rows, chosen)
     budget = limit = _num_bytes(plan, target)
     fixed = _fixed_bytes(plan, rows, target)

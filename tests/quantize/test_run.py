@@ -17,8 +17,10 @@ from llmq.model.tokenizer import Tokenizer
 from llmq.quant import QTensor
 from llmq.quantize.blocks import QuantizedBlock
 from llmq.quantize.data import calibration_sequences
+from llmq.quantize.mixed import plan_mixed, quantize_to_divergence
 from llmq.quantize.options import ALGORITHMS, QuantizeOptions, Target
-from llmq.quantize.run import Run, plan_mixed, quantize
+from llmq.quantize.run import quantize
+from llmq.quantize.setup import Run
 from tests.tiny import byte_tokenizer_files, write_tiny
 
 CONFIG = QuantizationConfig(scheme="int4_blockwise", group_size=64)
@@ -192,6 +194,22 @@ def test_a_target_is_met_and_stages_are_alike(source: Path, text: Path, tmp_path
         size = sum(file.stat().st_size for file in (tmp_path / "out").iterdir())
         assert 0.97 * target.size < size <= target.size
     assert (tmp_path / "out.sensitivity.html").read_text().count("<tr>") == 17
+
+
+def test_a_divergence_is_met_by_the_artifact_itself(source: Path, text: Path, tmp_path: Path) -> None:
+    found = {}
+    for wanted in (0.02, 0.0005):
+        chosen = options(text, target=Target(max_kl=wanted), num_samples=20)
+        output = tmp_path / f"kl{wanted}"
+        _, kl = quantize_to_divergence(plan_conversion(str(source), CONFIG), chosen, output)
+        assert kl <= wanted
+        found[wanted] = sum(file.stat().st_size for file in output.iterdir())
+    assert found[0.02] < found[0.0005]
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+    impossible = options(text, target=Target(max_kl=1e-9), num_samples=4)
+    with pytest.raises(ConfigError, match=r"^max_kl=1e-09: cannot be met, only the unquantized"):
+        quantize_to_divergence(plan_conversion(str(source), CONFIG), impossible, tmp_path / "never")
+    assert not (tmp_path / "never").exists()
 
 
 def test_the_table_is_measured_once(source: Path, text: Path, tmp_path: Path) -> None:

@@ -66,6 +66,7 @@ class TorchCalibrator:
     Args:
         weights: The model; only what lies outside the blocks is read.
         options: Device, compute type and the longest sequence.
+        num_threads: Threads on the CPU.
     """
 
     def __init__(self, weights: ModelWeights, options: ModelOptions, num_threads: int) -> None:
