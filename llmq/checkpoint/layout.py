@@ -31,6 +31,9 @@ FORMAT_VERSION = 1
 #: The artifact's files beside its weights and the source's own: see `record`, and the hub's index.
 RECORD, INDEX = "llmq.json", "model.safetensors.index.json"
 
+#: Field of a float checkpoint's ``config.json`` that says on which grid it was trained: as `quantization_dict`.
+TRAINED = "qat_config"
+
 VALUES, SCALE, ZERO = ".values", ".scale", ".zero"
 
 Entry = tuple[np.dtype[Any], tuple[int, ...]]

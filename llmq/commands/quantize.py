@@ -16,10 +16,11 @@ if TYPE_CHECKING:
 
 
 def quantize(
+    ctx: typer.Context,
     model: options.Model,
     output: options.Output = None,
     scheme: options.SchemeName = "int4_blockwise",
-    algorithm: Annotated[str, typer.Option("--algorithm", help="rtn, mse and hqq need no data; awq, gptq and awq+gptq calibrate on --dataset.")] = "gptq",
+    algorithm: Annotated[str | None, typer.Option("--algorithm", help="rtn, mse and hqq need no data; awq, gptq and awq+gptq calibrate on --dataset. Default: gptq; rtn for a checkpoint that was trained for its grid.", show_default=False)] = None,
     dataset: Annotated[str | None, typer.Option("--dataset", help="Text to calibrate on: a file, plain or JSON lines with a page or text each, or a hub id.", show_default=False)] = None,
     num_samples: Annotated[int, typer.Option("--num-samples", help="Sequences of the text.")] = 128,
     seq_len: Annotated[int, typer.Option("--seq-len", help="Tokens of each.")] = 512,
@@ -45,17 +46,27 @@ def quantize(
     as_json: options.Json = False,
 ) -> None:  # fmt: skip
     """Quantize a checkpoint with an algorithm that searches or calibrates, and write an artifact."""
-    config = validated(
-        QuantizationConfig,
-        scheme=scheme,
-        group_size=groupsize,
-        groupsize_fallback=groupsize_fallback,
-        embedding=embedding,
-        lm_head=lm_head,
-        ignore=tuple(ignore or ()),
-        overrides=tuple(Override.parse(text) for text in override or ()),
-        **({} if sym is None else {"symmetric": sym}),
-    )
+    from llmq.checkpoint.reader import open_checkpoint
+    from llmq.quantize.trained import settle, trained_config
+
+    settings = {
+        "scheme": scheme,
+        "group_size": groupsize,
+        "groupsize_fallback": groupsize_fallback,
+        "symmetric": sym,
+        "embedding": embedding,
+        "lm_head": lm_head,
+        "ignore": tuple(ignore or ()),
+        "overrides": tuple(Override.parse(text) for text in override or ()),
+    }
+    sources = {"group_size": "groupsize", "symmetric": "sym", "overrides": "override"}
+    given = {
+        field: value
+        for field, value in settings.items()
+        if (source := ctx.get_parameter_source(sources.get(field, field))) and source.name == "COMMANDLINE"
+    }
+    trained = trained_config(open_checkpoint(model).config)
+    config, algorithm = settle(trained, {"scheme": scheme, **given} if trained is None else given, algorithm)
     from llmq.checkpoint.writer import check_target
     from llmq.commands.convert import print_coverage, summary
     from llmq.commands.terminal import count_progress, human_bytes, print_json, say
@@ -78,7 +89,7 @@ def quantize(
         target=Target.parse(target_bits, target_size, max_kl),
         sensitivity=report_sensitivity,
     )
-    plan = source = plan_conversion(model, config, strict=strict)
+    plan = uniform = plan_conversion(model, config, strict=strict)
     check_algorithm(plan, wanted)
     target = output or Path(f"{Path(model).resolve().stem}-{config.scheme}-{algorithm}")
     with count_progress() as progress:
@@ -99,7 +110,7 @@ def quantize(
         if wanted.target.max_kl is None:
             done = quantize(plan, wanted, target, run)
         else:
-            done, kl = quantize_to_divergence(source, wanted, target, run)
+            done, kl = quantize_to_divergence(uniform, wanted, target, run)
             say(f"divergence {kl:.4f} nats a token on held-out text")
     record = done.model_dump(mode="json")
     written = sum(file.stat().st_size for file in target.iterdir())

@@ -13,7 +13,7 @@ _HUB_ROWS = 1000
 
 
 def calibration_sequences(
-    tokenizer: Tokenizer, text: str, num_samples: int, seq_len: int, seed: int
+    tokenizer: Tokenizer, text: str, num_samples: int, seq_len: int, seed: int, name: str = ""
 ) -> list[np.ndarray]:
     """Cut a text into sequences that do not overlap, and draw some.
 
@@ -23,6 +23,7 @@ def calibration_sequences(
         num_samples: How many.
         seq_len: Tokens of each, a BOS included.
         seed: Of the draw.
+        name: Of the text, for messages.
 
     Returns:
         int32 `[seq_len]` each, in the text's order.
@@ -37,7 +38,7 @@ def calibration_sequences(
     num_blocks = len(ids) // num_new
     if num_blocks < num_samples:
         raise ConfigError(
-            f"dataset: has {len(ids):,} tokens, {num_samples} samples of {seq_len} take {num_samples * num_new:,}; "
+            f"dataset={name}: has {len(ids):,} tokens, {num_samples} samples of {seq_len} take {num_samples * num_new:,}; "
             "lower --num-samples or --seq-len, or give a longer text."
         )
     drawn = np.sort(np.random.default_rng(seed).permutation(num_blocks)[:num_samples])

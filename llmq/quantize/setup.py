@@ -96,8 +96,9 @@ def set_up(plan: ConversionPlan, options: QuantizeOptions, run: Run) -> Generato
     text, rest = read_dataset(options.dataset), ""
     if options.holds_out:
         text, rest = hold_out(text)
-    sequences = calibration_sequences(tokenizer, text, options.num_samples, options.seq_len, options.seed)
-    heldout = calibration_sequences(tokenizer, rest, _HELDOUT_SAMPLES, options.seq_len, options.seed) if rest else []
+    cut = (options.seq_len, options.seed, options.dataset)
+    sequences = calibration_sequences(tokenizer, text, options.num_samples, *cut)
+    heldout = calibration_sequences(tokenizer, rest, _HELDOUT_SAMPLES, *cut) if rest else []
     plugin, device = select_backend(options.backend, options.device)
     num_threads = run.num_threads or len(os.sched_getaffinity(0))
     opened = ModelOptions(device=device, dtype=options.dtype, max_len=options.seq_len)

@@ -229,7 +229,7 @@ def test_the_table_is_measured_once(source: Path, text: Path, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_samples": 1000}, r"^dataset: has [\d,]+ tokens, 1000 samples of 48 take 47,000; lower"),
+        ({"num_samples": 1000}, r"^dataset=.*text.txt: has [\d,]+ tokens, 1000 samples of 48 take 47,000; lower"),
         ({"seq_len": 513}, r"^seq_len=513: must be at most the model's context, 512\.$"),
         ({"backend": "reference"}, "does not calibrate"),
         ({"dataset": "nowhere.txt"}, r"nowhere\.txt"),
