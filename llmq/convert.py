@@ -23,6 +23,7 @@ from llmq.checkpoint.coverage import Action, TensorPlan, check_strict, plan_cove
 from llmq.checkpoint.loader import ModelWeights, is_artifact
 from llmq.checkpoint.reader import CheckpointReader, Progress, no_progress, open_checkpoint, refuse_quantized
 from llmq.checkpoint.record import Calibration, CoverageRow, Record, Source, SourceFile
+from llmq.checkpoint.trained import check_trained, trained_config
 from llmq.checkpoint.writer import ArtifactWriter, check_target, plan_shards, planned_bytes, stage, to_json
 from llmq.config import QuantizationConfig
 from llmq.errors import AlreadyQuantizedError, ArtifactError, CheckpointError
@@ -172,13 +173,14 @@ def plan_conversion(model: str, config: QuantizationConfig, *, strict: bool = Fa
 
     Raises:
         CheckpointError: The source is missing, damaged, incomplete, unknown or already quantized.
-        ConfigError: The configuration does not fit the model.
+        ConfigError: The configuration does not fit the model, or the model was trained for another.
         CoverageError: `strict`, and a tensor deviates.
     """
     reader = open_checkpoint(model)
     if is_artifact(reader.config):
         raise AlreadyQuantizedError(f"{model}: is an artifact of llmq already; give the checkpoint it was made from.")
     refuse_quantized(reader.config, reader.tensors, reader.path)
+    check_trained(trained_config(reader.config), config.model_dump())
     coverage = plan_coverage(reader.tensors, ModelConfig.from_dict(reader.config), config)
     if strict:
         check_strict(coverage)

@@ -56,6 +56,10 @@ class BackendError(LlmqError):
     """A backend, device or kernel is not usable here."""
 
 
+class TrainingError(LlmqError):
+    """A training run cannot go on."""
+
+
 class EngineError(LlmqError):
     """A request cannot be taken now, whatever it asks for."""
 

@@ -31,6 +31,7 @@ class TorchTrainer:
         self._device, self.dtype = choose_device(ModelOptions(device=options.device, dtype=options.dtype))
         self.device = str(self._device)
         self._clip = options.clip
+        self._looking: bool | None = None  # at the grid or not; None when weights have changed since
         self._model = TrainableDecoder(
             weights, options.schemes, options.max_len, self._device, DTYPES[self.dtype], recompute=options.recompute
         )
@@ -68,6 +69,7 @@ class TorchTrainer:
             group["lr"] = learning_rate
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
+        self._looking = None
         return StepResult(nats / total, float(norm))
 
     @torch.no_grad()
@@ -103,6 +105,7 @@ class TorchTrainer:
             parameter.copy_(to_tensor(state[name]))
             held = {key: to_tensor(state[f"{moment} {name}"]).to(self._device) for moment, key in _MOMENTS.items()}
             self._optimizer.state[parameter] = {"step": torch.tensor(float(step), device=self._device), **held}
+        self._looking = None
 
     def peak_bytes(self) -> int:
         """See `base.Trainer.peak_bytes`."""
@@ -115,8 +118,10 @@ class TorchTrainer:
         del self._model, self._optimizer, self._trained
 
     def _look(self, quantized: bool) -> None:
-        for matrix in self._model.matrices():
-            matrix.look(quantized)
+        if self._looking != quantized:
+            self._looking = quantized
+            for matrix in self._model.matrices():
+                matrix.look(quantized)
 
 
 def _numpy(tensor: Tensor) -> np.ndarray:

@@ -142,7 +142,8 @@ class Layer(nn.Module):
         self.input_norm = loader.norm(f"{at}input_layernorm.weight")
         self.q, self.k, self.v, self.o = (loader.linear(f"{at}self_attn.{name}_proj") for name in "qkvo")
         self.q_norm, self.k_norm = (
-            loader.norm(f"{at}self_attn.{name}_norm.weight") if loader.config.qk_norm else nn.Identity() for name in "qk"
+            loader.norm(f"{at}self_attn.{name}_norm.weight") if loader.config.qk_norm else nn.Identity()
+            for name in "qk"
         )
         self.mlp_norm = loader.norm(f"{at}post_attention_layernorm.weight")
         self.gate, self.up, self.down = (loader.linear(f"{at}mlp.{name}_proj") for name in ("gate", "up", "down"))

@@ -1,0 +1,1 @@
+"""Quantization-aware training: everything of it that is not one framework's."""

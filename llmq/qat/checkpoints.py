@@ -1,0 +1,102 @@
+"""Checkpoints of a run, beside its output: each whole or absent, so that a kill loses only steps.
+
+One safetensors file a checkpoint, the same for every backend and any number of processes.
+"""
+
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmq.checkpoint.safetensors import encode_header, flush_to_disk, read_header, write_array
+from llmq.checkpoint.writer import to_json
+from llmq.errors import ConfigError
+
+#: Holds what is run; every checkpoint and the metrics lie beside it.
+_RUN, METRICS = "run.json", "metrics.jsonl"
+
+_NAME = re.compile(r"step-(\d{8})\.safetensors")
+
+
+class Checkpoints:
+    """The directory of a run.
+
+    Args:
+        directory: Beside the output.
+        run: Everything that can change a bit of the result, as JSON values.
+        resume: Go on from what the directory holds, rather than start anew.
+        keep: Checkpoints to keep, the newest ones.
+
+    Raises:
+        ConfigError: The directory is of another run.
+    """
+
+    def __init__(self, directory: Path, run: Mapping[str, Any], *, resume: bool, keep: int) -> None:
+        self.directory, self._keep = directory, keep
+        if resume and directory.exists():
+            _check_same(directory, json.loads(to_json(run)))
+            return
+        if directory.exists():
+            shutil.rmtree(directory)
+        directory.mkdir(parents=True)
+        staged = directory / ".partial"
+        staged.write_bytes(to_json(run))
+        staged.replace(directory / _RUN)
+
+    def save(self, step: int, state: Mapping[str, np.ndarray]) -> None:
+        """Keep a state; all of it or, if the process dies, nothing.
+
+        Args:
+            step: Steps done.
+            state: From `Trainer.state`.
+        """
+        staged = self.directory / ".partial"
+        with staged.open("wb") as file:
+            file.write(encode_header({name: (array.dtype, array.shape) for name, array in state.items()}, {}))
+            for array in state.values():
+                write_array(file, array)
+            flush_to_disk(file)
+        staged.replace(self.directory / f"step-{step:08d}.safetensors")
+        for older in self._steps()[: -self._keep]:
+            self._path(older).unlink()
+
+    def load(self) -> tuple[int, dict[str, np.ndarray]] | None:
+        """The newest state.
+
+        Returns:
+            Steps done and the state; None where there is none.
+        """
+        steps = self._steps()
+        if not steps:
+            return None
+        stored, _ = read_header(self._path(steps[-1]))
+        return steps[-1], {name: tensor.read() for name, tensor in stored.items()}
+
+    def remove(self) -> None:
+        """Delete everything: the output stands."""
+        shutil.rmtree(self.directory)
+
+    def _path(self, step: int) -> Path:
+        return self.directory / f"step-{step:08d}.safetensors"
+
+    def _steps(self) -> list[int]:
+        found = (_NAME.fullmatch(path.name) for path in self.directory.iterdir())
+        return sorted(int(match[1]) for match in found if match)
+
+
+def _check_same(directory: Path, run: Mapping[str, Any]) -> None:
+    try:
+        before = json.loads((directory / _RUN).read_bytes())
+    except (OSError, ValueError) as err:
+        raise ConfigError(f"resume: {directory} holds no usable run; leave out --resume to start anew.") from err
+    changed = sorted(name for name in {*before, *run} if before.get(name) != run.get(name))
+    if changed:
+        name = changed[0]
+        raise ConfigError(
+            f"resume: the interrupted run had {name}={before.get(name)!r}, now it is {run.get(name)!r}; "
+            "give the same settings, or leave out --resume to start anew."
+        )

@@ -1,0 +1,288 @@
+"""A run of ``llmq qat``: checkpoint and data in, a checkpoint that is ready for its grid out."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmq.backends.base import Adapters, TrainBatch, TrainOptions
+from llmq.backends.registry import select_backend
+from llmq.checkpoint.coverage import TensorPlan, plan_coverage
+from llmq.checkpoint.loader import ModelWeights, load_weights
+from llmq.checkpoint.writer import check_target
+from llmq.config import Scheme
+from llmq.errors import AlreadyQuantizedError, ConfigError
+from llmq.evaluate.statistics import Recovered, Sample, ratio_stderr, recovered
+from llmq.model.names import Kind, module_name
+from llmq.model.tokenizer import Tokenizer
+from llmq.qat.checkpoints import METRICS, Checkpoints
+from llmq.qat.data import Examples, read_examples
+from llmq.qat.loop import Measurement, Watch, train, watch_nothing
+from llmq.qat.output import write_checkpoint
+from llmq.qat.packing import Piece, Row, Steps, cut, in_batches, pack
+from llmq.qat.recipe import Recipe
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything a run needs, checked before anything is trained.
+
+    Attributes:
+        recipe: What is asked for.
+        weights: The model.
+        coverage: What is quantized, and how; one row a tensor.
+        steps: Batches of every step.
+        num_steps: Of the run.
+        held_out: Rows to measure on.
+        num_skipped: Malformed rows of the data that were left out.
+        num_tokens: Learned tokens of one pass.
+    """
+
+    recipe: Recipe
+    weights: ModelWeights
+    coverage: Sequence[TensorPlan]
+    steps: Steps
+    num_steps: int
+    held_out: list[TrainBatch]
+    num_skipped: int
+    num_tokens: int
+
+    @property
+    def schemes(self) -> dict[str, Scheme]:
+        """Weight name -> its grid."""
+        return {row.name: row.scheme for row in self.coverage if row.scheme}
+
+    @property
+    def directory_facts(self) -> dict[str, Any]:
+        """What must be the same for a run to be resumed."""
+        facts = self.recipe.model_dump(mode="json", exclude={"keep", "save_every", "eval_every"})
+        sizes = {name: path.stat().st_size for name, path in self.weights.reader.files.items()}
+        return {**facts, "num_steps": self.num_steps, "files": sizes, "tokens": _hash(self.steps[0])}
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a run came to.
+
+    Attributes:
+        record: Of the output, as in its ``llmq.json``.
+        measured: On the held-out rows, in the end.
+        baseline: Likewise after training without fake quantization, where that was asked for.
+        recovered: The share of that model's loss to rounding that this one does not have.
+    """
+
+    record: dict[str, Any]
+    measured: Measurement
+    baseline: Measurement | None
+    recovered: Recovered | None
+
+
+def plan_run(recipe: Recipe) -> Plan:
+    """Read model and data, and decide everything.
+
+    Args:
+        recipe: What is asked for.
+
+    Returns:
+        The plan.
+
+    Raises:
+        LlmqError: The model, the data or the recipe cannot be used, or do not fit each other.
+    """
+    weights = load_weights(recipe.model)
+    if weights.quantization is not None:
+        raise AlreadyQuantizedError(f"{recipe.model}: is an artifact; training needs the checkpoint it was made from.")
+    if recipe.seq_len > weights.config.max_positions:
+        raise ConfigError(
+            f"seq_len={recipe.seq_len}: must be at most the model's context, {weights.config.max_positions}."
+        )
+    coverage = plan_coverage(weights.reader.tensors, weights.config, recipe.quantization)
+    tokenizer = Tokenizer.from_files(weights.reader.side_files(), weights.config)
+    examples = read_examples(recipe.data, tokenizer, skip_bad_rows=recipe.skip_bad_rows)
+    pieces, held_out = _split(recipe, tokenizer, examples)
+    steps = Steps(
+        _rows(recipe, pieces),
+        recipe.seq_len,
+        packed=recipe.packed,
+        batch_size=recipe.batch_size,
+        grad_accum=recipe.grad_accum,
+        seed=recipe.seed,
+    )
+    rows = _rows(recipe, held_out)[: recipe.max_eval_rows]
+    return Plan(
+        recipe=recipe,
+        weights=weights,
+        coverage=coverage,
+        steps=steps,
+        num_steps=recipe.max_steps or recipe.epochs * steps.per_epoch,
+        held_out=in_batches(rows, recipe.seq_len, recipe.batch_size, packed=recipe.packed),
+        num_skipped=examples.num_skipped,
+        num_tokens=sum(int(piece.learned.sum()) for piece in pieces),
+    )
+
+
+def _split(recipe: Recipe, tokenizer: Tokenizer, examples: Examples) -> tuple[list[Piece], list[Piece]]:
+    """Pieces to learn from, and others to measure on."""
+    pieces = cut(examples.examples, recipe.seq_len)
+    if recipe.eval_data is not None:
+        other = read_examples(recipe.eval_data, tokenizer, skip_bad_rows=recipe.skip_bad_rows)
+        return pieces, cut(other.examples, recipe.seq_len)
+    num_held_out = max(1, round(recipe.eval_fraction * len(pieces)))
+    if num_held_out >= len(pieces):
+        raise ConfigError(
+            f"data: makes {len(pieces)} pieces of {recipe.seq_len} tokens, too few to hold some out; give more data, "
+            "a smaller --seq-len, or --eval-data."
+        )
+    return pieces[:-num_held_out], pieces[-num_held_out:]
+
+
+def _rows(recipe: Recipe, pieces: Sequence[Piece]) -> list[Row]:
+    return pack(pieces, recipe.seq_len) if recipe.packed else [[piece] for piece in pieces]
+
+
+def run(
+    plan: Plan,
+    output: Path,
+    *,
+    resume: bool = False,
+    force: bool = False,
+    command: Sequence[str] = (),
+    watch: Watch = watch_nothing,
+) -> Outcome:
+    """Train, and write the checkpoint.
+
+    Args:
+        plan: From `plan_run`.
+        output: Directory to create.
+        resume: Go on from the newest checkpoint of an interrupted run to the same output.
+        force: Replace an existing output.
+        command: The command line, for the record.
+        watch: Told of every step and measurement.
+
+    Returns:
+        What it came to.
+
+    Raises:
+        LlmqError: The output cannot be written, or the run cannot go on.
+    """
+    check_target(output, plan.weights.reader.path, force=force)
+    place, recipe = output.resolve(), plan.recipe
+    directory = place.with_name(f"{place.name}.qat")
+    facts = plan.directory_facts
+    baseline = None
+    checkpoints = Checkpoints(directory, facts, resume=resume, keep=recipe.keep)
+    if recipe.baseline:
+        plain = recipe.model_copy(update={"fake_quant_after_n_steps": plan.num_steps})
+        baseline = _baseline(
+            plan, plain, Checkpoints(directory / "baseline", facts, resume=resume, keep=recipe.keep), watch
+        )
+    plugin, device = select_backend(recipe.backend, recipe.device)
+    trainer = plugin.open_trainer(plan.weights, train_options(plan, device))
+    measured = train(trainer, recipe, plan.steps, plan.num_steps, plan.held_out, checkpoints, watch)
+    gain = _recovered(baseline, measured) if baseline else None
+    result = {
+        "eval_loss": measured.losses[0],
+        "eval_loss_quantized": measured.losses[1],
+        "baseline_eval_loss": baseline.losses[0] if baseline else None,
+        "baseline_eval_loss_quantized": baseline.losses[1] if baseline else None,
+        "recovered": gain.share if gain else None,
+        "recovered_stderr": gain.stderr if gain else None,
+        "verdict": str(gain.verdict) if gain else None,
+        "rows_skipped": plan.num_skipped,
+        "backend": plugin.name,
+        "device": trainer.device,
+        "dtype": trainer.dtype,
+    }
+    metrics = (directory / METRICS).read_bytes()
+    record = write_checkpoint(output, trainer, plan.weights, recipe, plan.schemes, metrics, result, command)
+    trainer.close()
+    checkpoints.remove()
+    return Outcome(record, measured, baseline, gain)
+
+
+def _baseline(plan: Plan, recipe: Recipe, checkpoints: Checkpoints, watch: Watch) -> Measurement:
+    """Train the same without fake quantization, and measure; an interrupted run does so once."""
+    kept = checkpoints.directory / "measured.json"
+    if kept.exists():
+        return Measurement(**{name: np.asarray(values) for name, values in json.loads(kept.read_bytes()).items()})
+    plugin, device = select_backend(recipe.backend, recipe.device)
+    trainer = plugin.open_trainer(plan.weights, train_options(plan, device))
+    found = train(
+        trainer,
+        recipe,
+        plan.steps,
+        plan.num_steps,
+        plan.held_out,
+        checkpoints,
+        lambda event: watch({**event, "baseline": True}),
+    )
+    trainer.close()
+    values = {"nats": found.nats, "quantized_nats": found.quantized_nats, "num_tokens": found.num_tokens}
+    staged = kept.with_suffix(".partial")
+    staged.write_text(json.dumps({name: array.tolist() for name, array in values.items()}))
+    staged.replace(kept)
+    return found
+
+
+def train_options(plan: Plan, device: str | None) -> TrainOptions:
+    """How a backend is to train.
+
+    Args:
+        plan: The run.
+        device: Of the backend.
+
+    Returns:
+        Its options.
+
+    Raises:
+        ConfigError: An adapter's target matches no linear.
+    """
+    recipe = plan.recipe
+    return TrainOptions(
+        device=device,
+        dtype=recipe.dtype,
+        max_len=recipe.seq_len,
+        schemes=plan.schemes,
+        adapters=_adapters(plan),
+        betas=(recipe.beta1, recipe.beta2),
+        weight_decay=recipe.weight_decay,
+        clip=recipe.clip,
+        recompute=recipe.activation_checkpointing,
+    )
+
+
+def _adapters(plan: Plan) -> Adapters | None:
+    lora = plan.recipe.lora
+    if lora is None:
+        return None
+    linears = [row.name for row in plan.coverage if row.kind is Kind.LINEAR]
+    for target in lora.targets:
+        if not any(module_name(name).endswith(f".{target}") for name in linears):
+            raise ConfigError(f"lora.targets={target!r}: matches no linear; names end like {module_name(linears[0])}.")
+    chosen = frozenset(name for name in linears if module_name(name).rsplit(".", 1)[1] in lora.targets)
+    return Adapters(lora.rank, lora.alpha, chosen, plan.recipe.seed)
+
+
+def _recovered(baseline: Measurement, measured: Measurement) -> Recovered:
+    """Of what rounding costs the plainly trained model, the share that the other does not lose."""
+    before, rounded, trained = (
+        _sample(nats, measured.num_tokens) for nats in (baseline.nats, baseline.quantized_nats, measured.quantized_nats)
+    )
+    return recovered(before, rounded, trained, higher_is_better=False)
+
+
+def _sample(nats: np.ndarray, num_tokens: np.ndarray) -> Sample:
+    items = nats * len(nats) / num_tokens.sum()
+    names = tuple(str(index) for index in range(len(items)))
+    return Sample(float(items.mean()), ratio_stderr(nats, num_tokens), items, names)
+
+
+def _hash(batches: Sequence[TrainBatch]) -> str:
+    digest = hashlib.sha256()
+    for batch in batches:
+        digest.update(batch.tokens.tobytes())
+    return digest.hexdigest()
