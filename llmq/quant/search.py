@@ -81,7 +81,8 @@ _SHIFTS = np.linspace(-0.5, 0.5, 9, dtype=np.float32)
 def _least_error(weight_OGg: np.ndarray, scheme: Scheme) -> Grid:
     """The grid whose errors are small, and cancel: ``sum e^2 + (sum e)^2`` over each group.
 
-    Inputs of a group have a mean, so that errors which add up are worse than errors which do not.
+    Inputs of a group have a mean, so that errors which add up are worse than errors which do not. A
+    symmetric grid has no zero to make them cancel, and is judged by ``sum e^2`` alone.
     """
     scale_OG, zero_OG = _nearest(weight_OGg, scheme)
     loss_OG = _loss(weight_OGg, scale_OG, zero_OG, scheme)
@@ -115,8 +116,10 @@ def _loss(weight_OGg: np.ndarray, scale_OG: np.ndarray, zero_OG: np.ndarray | No
     offset_OGg = weight_OGg if zero_OG is None else weight_OGg - zero_OG[..., None]
     steps_OGg = offset_OGg / scale_OG[..., None]
     error_OGg = steps_OGg - np.clip(np.rint(steps_OGg), scheme.qmin, scheme.qmax)
-    total_OG = error_OGg.sum(axis=-1)
-    return (np.square(error_OGg).sum(axis=-1) + total_OG * total_OG) * (scale_OG * scale_OG)
+    loss_OG = np.square(error_OGg).sum(axis=-1)
+    if zero_OG is not None:
+        loss_OG += np.square(error_OGg.sum(axis=-1))
+    return loss_OG * (scale_OG * scale_OG)
 
 
 def _half_quadratic(weight_OGg: np.ndarray, scheme: Scheme) -> Grid:

@@ -1,5 +1,7 @@
 """Whole runs on a tiny model: the same bytes however they come about, and what is refused."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -266,3 +268,41 @@ def test_options_that_contradict_each_other_are_refused(source: Path, tmp_path: 
 def test_a_target_out_of_reach_is_refused(source: Path, text: Path, tmp_path: Path, target: Target) -> None:
     with pytest.raises(ConfigError, match="cannot be met, even the coarsest choices take more"):
         plan_mixed(plan_conversion(str(source), CONFIG), options(text, target=target, num_samples=2), tmp_path / "o")
+
+
+def peak_bytes(source: Path, text: Path, output: Path) -> int:
+    """Peak memory of a process that quantizes."""
+    code = f"""if True:
+        import resource
+        from pathlib import Path
+        from llmq.config import QuantizationConfig
+        from llmq.convert import plan_conversion
+        from llmq.quantize.options import QuantizeOptions
+        from llmq.quantize.run import quantize
+        config = QuantizationConfig(scheme="int4_blockwise", group_size=64)
+        options = QuantizeOptions(dataset={str(text)!r}, num_samples=2, seq_len=64, backend="cpu")
+        quantize(plan_conversion({str(source)!r}, config), options, Path({str(output)!r}))
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return int(done.stdout)
+
+
+@pytest.mark.slow
+def test_memory_grows_with_the_block_and_not_with_the_layers(text: Path, tmp_path: Path) -> None:
+    peaks = {}
+    for num_layers, width in ((4, 512), (12, 512), (4, 1024)):
+        source = write_tiny(
+            tmp_path / f"{num_layers}x{width}",
+            num_hidden_layers=num_layers,
+            hidden_size=width,
+            intermediate_size=4 * width,
+            num_attention_heads=8,
+            num_key_value_heads=8,
+        )
+        for name, contents in byte_tokenizer_files().items():
+            (source / name).write_bytes(contents)
+        peaks[num_layers, width] = peak_bytes(source, text, tmp_path / f"out-{num_layers}x{width}")
+    block = 16 * 512 * 512 * 2
+    assert peaks[12, 512] - peaks[4, 512] < 4 * block  # what was added is 8 blocks, and 16 in float32
+    assert peaks[4, 1024] - peaks[4, 512] > 4 * block

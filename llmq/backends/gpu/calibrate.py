@@ -79,7 +79,8 @@ class TorchCalibrator:
         cos, sin = rotary_tables(config, options.max_len)
         self._cos_Th = torch.from_numpy(np.concatenate([cos, cos], axis=-1)).to(self._device)
         self._sin_Th = torch.from_numpy(np.concatenate([-sin, sin], axis=-1)).to(self._device)
-        self._num_threads = num_threads if self._device.type == "cpu" else 1
+        num_workers = num_threads if self._device.type == "cpu" else 1
+        self._pool = ThreadPoolExecutor(num_workers, initializer=torch.set_num_threads, initargs=(1,))
         self._stages = (self._attention_in, self._attended, self._mlp_in, self._gated, self._out)
 
     def start(self, sequences: Sequence[np.ndarray]) -> Stream:
@@ -157,21 +158,14 @@ class TorchCalibrator:
         dense = dequantize(weight) if isinstance(weight, QTensor) else weight
         return to_tensor(dense).to(device=self._device, dtype=self._dtype)
 
-    @torch.inference_mode()
     def _map(self, function: Callable[[T], R], items: Iterable[T]) -> list[R]:
         """Apply to every item, each on one thread."""
-        before = torch.get_num_threads()
 
         def alone(item: T) -> R:
-            torch.set_num_threads(1)
             with torch.inference_mode():
                 return function(item)
 
-        try:
-            with ThreadPoolExecutor(self._num_threads) as pool:
-                return list(pool.map(alone, items))
-        finally:
-            torch.set_num_threads(before)
+        return list(self._pool.map(alone, items))
 
 
 #: Tensors of a block that each stage reads.
