@@ -5,11 +5,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import typer
+
 from llmq.commands import options
-from llmq.config import Override, QuantizationConfig, validated
+from llmq.config import QuantizationConfig
 
 
 def convert(
+    ctx: typer.Context,
     model: options.Model,
     output: options.Output = None,
     scheme: options.SchemeName = "int4_blockwise",
@@ -26,21 +29,15 @@ def convert(
     as_json: options.Json = False,
 ) -> None:
     """Quantize a checkpoint by rounding, without data, and write an artifact."""
-    config = validated(
-        QuantizationConfig,
-        scheme=scheme,
-        group_size=groupsize,
-        groupsize_fallback=groupsize_fallback,
-        embedding=embedding,
-        lm_head=lm_head,
-        ignore=tuple(ignore or ()),
-        overrides=tuple(Override.parse(text) for text in override or ()),
-        **({} if sym is None else {"symmetric": sym}),
-    )
+    from llmq.checkpoint.reader import open_checkpoint
+    from llmq.checkpoint.trained import check_trained, trained_config
     from llmq.checkpoint.writer import check_target
     from llmq.commands.terminal import byte_progress, human_bytes, print_json, say
     from llmq.convert import convert, coverage_row, plan_conversion
 
+    trained = trained_config(open_checkpoint(model).config)
+    given = options.named_fields(ctx)
+    config = check_trained(trained, given if trained else {"scheme": scheme, **given})
     plan = plan_conversion(model, config, strict=strict)
     target = output or Path(f"{Path(model).resolve().stem}-{config.scheme}")
     size = plan.artifact_bytes

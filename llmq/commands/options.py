@@ -1,11 +1,12 @@
 """Options that several commands share: one name, one help text, one meaning."""
 
 from pathlib import Path
-from typing import Annotated
+from types import MappingProxyType
+from typing import Annotated, Any
 
 import typer
 
-from llmq.config import SCHEMES, SYNONYMS
+from llmq.config import SCHEMES, SYNONYMS, Override
 
 _SCHEMES = ", ".join(SCHEMES)
 _SYNONYMS = ", ".join(f"{short} = {name}" for short, name in SYNONYMS.items())
@@ -88,3 +89,36 @@ MaxModelLen = Annotated[
     int | None,
     typer.Option("--max-model-len", help="Context in tokens. Default: what the prompts need.", show_default=False),
 ]
+
+#: Option -> field of `QuantizationConfig`.
+_FIELDS = MappingProxyType(
+    {
+        "scheme": "scheme",
+        "groupsize": "group_size",
+        "groupsize_fallback": "groupsize_fallback",
+        "sym": "symmetric",
+        "embedding": "embedding",
+        "lm_head": "lm_head",
+        "ignore": "ignore",
+        "override": "overrides",
+    }
+)
+
+
+def named_fields(ctx: typer.Context) -> dict[str, Any]:
+    """What the user said of the quantization.
+
+    Args:
+        ctx: Of a command that has these options.
+
+    Returns:
+        Fields of `QuantizationConfig`; those left at their defaults are not there.
+    """
+    given = {
+        field: ctx.params[option]
+        for option, field in _FIELDS.items()
+        if (source := ctx.get_parameter_source(option)) and source.name == "COMMANDLINE"
+    }
+    if "overrides" in given:
+        given["overrides"] = tuple(Override.parse(text) for text in given["overrides"])
+    return given

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from llmq.commands import options
-from llmq.config import Override
 
 if TYPE_CHECKING:
     from llmq.qat.loop import Watch
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
 
 
 def qat(
+    ctx: typer.Context,
     model: Annotated[str | None, typer.Argument(help="A model's directory, a .gguf file, or a hub id; may stand in the recipe.", show_default=False)] = None,
     data: Annotated[str | None, typer.Option("--data", help="A text, JSON lines of texts, conversations, instructions or prompts with completions, or a hub id.", show_default=False)] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Directory to create. Default: the model's name and -qat, here.", show_default=False)] = None,
@@ -66,47 +66,13 @@ def qat(
     from llmq.errors import ConfigError
     from llmq.qat.recipe import Recipe, read_recipe, write_recipe
 
-    quantization = {
-        "scheme": scheme,
-        "group_size": groupsize,
-        "groupsize_fallback": groupsize_fallback,
-        "symmetric": sym,
-        "embedding": embedding,
-        "lm_head": lm_head,
-        "ignore": ignore,
-        "overrides": [Override.parse(text) for text in override] if override else None,
-    }
     lora = {"rank": lora_rank, "alpha": lora_alpha, "targets": lora_targets}
-    fields: dict[str, Any] = {
-        "model": model,
-        "data": data,
-        "quantization": _given(quantization),
-        "lora": _given(lora),
-        "fake_quant_after_n_steps": fake_quant_after_n_steps,
-        "epochs": epochs,
-        "max_steps": max_steps,
-        "batch_size": batch_size,
-        "grad_accum": grad_accum,
-        "lr": lr,
-        "schedule": schedule,
-        "warmup": warmup,
-        "weight_decay": weight_decay,
-        "clip": clip,
-        "seq_len": seq_len,
-        "packed": packed,
-        "skip_bad_rows": skip_bad_rows,
-        "eval_data": eval_data,
-        "eval_every": eval_every,
-        "baseline": baseline,
-        "seed": seed,
-        "activation_checkpointing": activation_checkpointing,
-        "save_every": save_every,
-        "keep": keep,
-        "backend": backend,
-        "device": device,
-        "dtype": dtype,
-    }
-    recipe = read_recipe(config, **{name: value for name, value in fields.items() if value not in (None, {})})
+    given = {name: ctx.params[name] for name in Recipe.model_fields if ctx.params.get(name) is not None}
+    if quantization := options.named_fields(ctx):
+        given["quantization"] = quantization
+    if adapters := {name: value for name, value in lora.items() if value is not None}:
+        given["lora"] = adapters
+    recipe = read_recipe(config, **given)
     if print_config:
         if as_json:
             print_json({"recipe": recipe.model_dump(mode="json"), "schema": Recipe.model_json_schema()})
@@ -140,10 +106,6 @@ def qat(
     if as_json:
         written = {"output": str(target), "artifact": str(artifact) if quantize else None}
         print_json({**written, **outcome.record})
-
-
-def _given(fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _summary(outcome: "Outcome", target: Path) -> str:
