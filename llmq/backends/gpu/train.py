@@ -91,7 +91,7 @@ class TorchTrainer:
 
     def state(self) -> dict[str, np.ndarray]:
         """See `base.Trainer.state`."""
-        state = {name: _numpy(parameter.detach()) for name, parameter in self._trained.items()}
+        state = {name: _numpy(parameter) for name, parameter in self._trained.items()}
         for name, parameter in self._trained.items():
             for moment, key in _MOMENTS.items():
                 held: Tensor = self._optimizer.state[parameter].get(key, torch.zeros_like(parameter))
@@ -125,4 +125,4 @@ class TorchTrainer:
 
 
 def _numpy(tensor: Tensor) -> np.ndarray:
-    return np.array(tensor.cpu())
+    return tensor.detach().cpu().numpy().copy()

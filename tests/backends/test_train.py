@@ -1,0 +1,226 @@
+"""What every trainer promises, held against the reference and against what is written afterwards."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llmq.backends import reference
+from llmq.backends.base import Adapters, ModelOptions, Run, TrainBatch, Trainer, TrainOptions
+from llmq.backends.registry import load_backend
+from llmq.checkpoint.loader import ModelWeights, load_weights
+from llmq.config import SCHEMES, Scheme
+from llmq.model.names import Kind, expected_tensors
+from llmq.quant import dequantize, quantize
+from tests.backends.quantized import QuantizedWeights
+from tests.tiny import write_checkpoint, write_tiny
+
+BACKENDS = ["gpu"]
+
+FAMILIES = {
+    "llama": {},
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"]},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"]},
+    "mistral": {"architectures": ["MistralForCausalLM"], "sliding_window": 8},
+    "tied": {"tie_word_embeddings": True},
+}
+
+GRIDS = [
+    scheme.model_copy(update={"symmetric": symmetric, "group_size": 32 if scheme.granularity == "blockwise" else None})
+    for scheme in SCHEMES.values()
+    for symmetric in (True, False)
+]
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> ModelWeights:
+    return tiny(tmp_path_factory.mktemp("train"))
+
+
+def tiny(path: Path, **changes: object) -> ModelWeights:
+    return load_weights(str(write_tiny(path / "m", num_hidden_layers=2, dtype=np.float32, **changes)))
+
+
+def matrices(weights: ModelWeights) -> list[str]:
+    rows = expected_tensors(weights.config)
+    return [name for name, row in rows.items() if row.kind in (Kind.LINEAR, Kind.EMBEDDING, Kind.LM_HEAD)]
+
+
+def schemes_for(weights: ModelWeights, scheme: Scheme) -> dict[str, Scheme]:
+    return dict.fromkeys(matrices(weights), scheme)
+
+
+def open_trainer(backend: str, weights: ModelWeights, **options: object) -> Trainer:
+    values = {"device": "cpu", "dtype": "float32", "max_len": 64, **options}
+    return load_backend(backend).open_trainer(weights, TrainOptions(**values))
+
+
+def one_document(seed: int = 0, rows: int = 2, tokens: int = 32) -> TrainBatch:
+    ids = np.random.default_rng(seed).integers(3, 320, (rows, tokens + 1)).astype(np.int32)
+    return TrainBatch(
+        tokens=ids[:, :-1],
+        targets=ids[:, 1:],
+        learned=np.ones((rows, tokens), bool),
+        documents=np.ones((rows, tokens), np.int32),
+        positions=np.tile(np.arange(tokens, dtype=np.int32), (rows, 1)),
+    )
+
+
+def expected_nats(weights: ModelWeights, batch: TrainBatch) -> np.ndarray:
+    """By the reference, of rows that are one document."""
+    nats = []
+    for tokens, targets, learned in zip(batch.tokens, batch.targets, batch.learned, strict=True):
+        logits = reference.forward(weights, tokens.tolist()).astype(np.float64)
+        high = logits.max(axis=-1)
+        total = high + np.log(np.exp(logits - high[:, None]).sum(axis=-1))
+        nats.append((total - logits[np.arange(len(targets)), targets])[learned].sum())
+    return np.array(nats)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loss_is_that_of_the_reference(backend: str, family: str, tmp_path: Path) -> None:
+    weights = tiny(tmp_path, **FAMILIES[family])
+    scheme = GRIDS[-1]
+    trainer = open_trainer(backend, weights, schemes=schemes_for(weights, scheme))
+    batch = one_document()
+    np.testing.assert_allclose(trainer.evaluate(batch, quantized=False), expected_nats(weights, batch), rtol=1e-5)
+    codes = QuantizedWeights(weights, schemes_for(weights, scheme).get)
+    np.testing.assert_allclose(trainer.evaluate(batch, quantized=True), expected_nats(codes, batch), rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("scheme", GRIDS, ids=str)
+def test_what_is_trained_is_what_is_quantized(
+    backend: str, scheme: Scheme, dtype: str, weights: ModelWeights, tmp_path: Path
+) -> None:
+    """A model whose weights are the dequantized codes has, to the last bit, the loss of the last forward pass."""
+    schemes = schemes_for(weights, scheme)
+    trainer = open_trainer(backend, weights, schemes=schemes, dtype=dtype)
+    batch, before = one_document(), expected_nats(weights, one_document())
+    for _ in range(3):
+        trainer.step([batch], 1e-3, quantized=True)
+    last = trainer.evaluate(batch, quantized=True)
+    assert (last < before).all()
+    finished = {name: trainer.weight(name) for name in weights.shapes}
+    rounded = {
+        name: dequantize(quantize(weight, schemes[name])) if name in schemes else weight
+        for name, weight in finished.items()
+    }
+    plain = load_weights(str(write_checkpoint(tmp_path / "codes", dict(weights.reader.config), rounded)))
+    np.testing.assert_array_equal(open_trainer(backend, plain, dtype=dtype).evaluate(batch, quantized=False), last)
+
+
+def test_the_artifact_predicts_what_training_saw(backend: str, weights: ModelWeights) -> None:
+    scheme = SCHEMES["int4_blockwise"].model_copy(update={"group_size": 32})
+    trainer = open_trainer(backend, weights, schemes=schemes_for(weights, scheme))
+    batch = one_document(rows=1)
+    model = load_backend(backend).open_model(
+        QuantizedWeights(weights, schemes_for(weights, scheme).get), ModelOptions("cpu", "float32", 1, 64)
+    )
+    _, (scores,) = model.score(model.init_state(), 0, 0, [Run(batch.tokens[0], batch.targets[0])])
+    assert scores
+    np.testing.assert_allclose(-scores.logprobs.sum(), trainer.evaluate(batch, quantized=True)[0], rtol=1e-5)
+
+
+def test_fake_quantization_changes_the_loss_and_the_gradient(backend: str, weights: ModelWeights) -> None:
+    scheme = SCHEMES["int4_per_channel"]
+    losses = {}
+    for quantized in (False, True):
+        trainer = open_trainer(backend, weights, schemes=schemes_for(weights, scheme))
+        losses[quantized] = [trainer.step([one_document()], 1e-3, quantized=quantized) for _ in range(2)]
+    assert losses[False][0].loss != losses[True][0].loss
+    assert losses[False][0].grad_norm != losses[True][0].grad_norm
+
+
+def test_every_tensor_learns(backend: str, tmp_path: Path) -> None:
+    weights = tiny(tmp_path, architectures=["Qwen2ForCausalLM"])
+    trainer = open_trainer(backend, weights, schemes=schemes_for(weights, GRIDS[0]))
+    trainer.step([one_document()], 1e-3, quantized=True)
+    for name in weights:
+        assert not np.array_equal(trainer.weight(name), weights[name]), name
+
+
+def test_accumulated_batches_are_one_batch(backend: str, weights: ModelWeights) -> None:
+    """Normalized by tokens, also where batches learn unequally many."""
+    whole = one_document(rows=4)
+    whole.learned[1:, 5:] = False
+    parts = [
+        TrainBatch(
+            *(array[rows] for array in (whole.tokens, whole.targets, whole.learned, whole.documents, whole.positions))
+        )
+        for rows in (slice(0, 1), slice(1, 4))
+    ]
+    trained = []
+    for batches in ([whole], parts):
+        trainer = open_trainer(backend, weights, schemes=schemes_for(weights, GRIDS[0]))
+        trained.append([trainer.step(batches, 1e-3, quantized=True) for _ in range(3)])
+    for one, other in zip(*trained, strict=True):
+        assert one.loss == pytest.approx(other.loss, rel=1e-5)
+        assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-4)
+
+
+def test_documents_of_a_row_do_not_see_each_other(backend: str, tmp_path: Path) -> None:
+    for number, changes in enumerate(({}, {"architectures": ["MistralForCausalLM"], "sliding_window": 5})):
+        weights = tiny(tmp_path / str(number), **changes)
+        trainer = open_trainer(backend, weights)
+        apart = [one_document(seed, rows=1, tokens=size) for seed, size in ((1, 9), (2, 14), (3, 20))]
+        padding = 64 - 9 - 14 - 20
+        fields = {
+            name: np.concatenate([getattr(batch, name)[0] for batch in apart] + [np.zeros(padding, np.int32)])[None]
+            for name in ("tokens", "targets", "positions")
+        }
+        numbers = np.repeat([1, 2, 3, 0], [9, 14, 20, padding]).astype(np.int32)[None]
+        together = TrainBatch(**fields, learned=numbers > 0, documents=numbers)
+        expected = sum(trainer.evaluate(batch, quantized=False)[0] for batch in apart)
+        assert trainer.evaluate(together, quantized=False)[0] == pytest.approx(expected, rel=1e-5)
+
+
+def test_state_is_everything(backend: str, weights: ModelWeights) -> None:
+    schemes, batch = schemes_for(weights, GRIDS[0]), one_document()
+    trainer = open_trainer(backend, weights, schemes=schemes)
+    for _ in range(3):
+        trainer.step([batch], 1e-3, quantized=True)
+    state = trainer.state()
+    assert all(isinstance(array, np.ndarray) for array in state.values())
+    other = open_trainer(backend, weights, schemes=schemes)
+    other.evaluate(batch, quantized=True)
+    other.load_state(3, state)
+    for _ in range(2):
+        assert trainer.step([batch], 1e-3, quantized=True) == other.step([batch], 1e-3, quantized=True)
+    assert state.keys() == open_trainer(backend, weights, schemes=schemes).state().keys()
+
+
+def test_recomputed_activations_change_nothing(backend: str, weights: ModelWeights) -> None:
+    schemes = schemes_for(weights, GRIDS[0])
+    steps = [
+        [trainer.step([one_document()], 1e-3, quantized=True) for _ in range(2)]
+        for trainer in (open_trainer(backend, weights, schemes=schemes, recompute=on) for on in (False, True))
+    ]
+    assert steps[0] == steps[1]
+
+
+def test_adapters_are_seen_merged(backend: str, tmp_path: Path) -> None:
+    weights = tiny(tmp_path, tie_word_embeddings=True)
+    schemes = schemes_for(weights, GRIDS[3])
+    targets = frozenset(name for name in matrices(weights) if "q_proj" in name or "down_proj" in name)
+    adapters = Adapters(rank=4, alpha=8.0, targets=targets, seed=0)
+    trainer = open_trainer(backend, weights, schemes=schemes, adapters=adapters)
+    untouched = open_trainer(backend, weights, schemes=schemes)
+    batch = one_document()
+    np.testing.assert_array_equal(trainer.evaluate(batch, quantized=True), untouched.evaluate(batch, quantized=True))
+    for _ in range(5):
+        trainer.step([batch], 1e-2, quantized=True)
+    for name in weights:
+        assert np.array_equal(trainer.weight(name), weights[name]) == (name not in targets), name
+    merged = {name: trainer.weight(name) for name in weights}
+    plain = load_weights(str(write_checkpoint(tmp_path / "merged", dict(weights.reader.config), merged)))
+    np.testing.assert_array_equal(
+        open_trainer(backend, plain, schemes=schemes).evaluate(batch, quantized=True),
+        trainer.evaluate(batch, quantized=True),
+    )
+    assert all(name.split()[-1] in targets for name in trainer.state())
