@@ -1,6 +1,5 @@
 """Both calibrators against the reference's own linears."""
 
-
 import numpy as np
 import pytest
 

@@ -34,7 +34,7 @@ class TPUBackend:
 
         return JaxModel(weights, options, open_device(options.device))
 
-    def open_calibrator(self, weights: ModelWeights, options: ModelOptions, num_threads: int) -> Calibrator:
+    def open_calibrator(self, weights: ModelWeights, options: ModelOptions, num_threads: int) -> Calibrator:  # noqa: ARG002
         """See `base.Backend.open_calibrator`. XLA's threads are those of the process."""
         from llmq.backends.tpu.calibrate import JaxCalibrator
         from llmq.backends.tpu.device import open_device
