@@ -98,7 +98,7 @@ def train(
     if found:
         first, state = found
         trainer.load_state(first, state)
-    metrics = _Metrics(checkpoints.directory / METRICS, first, watch, is_main=trainer.is_main)
+    metrics = _Metrics(checkpoints.directory / METRICS, first if found else -1, watch, is_main=trainer.is_main)
     last = _measured(trainer, held_out, 0, metrics) if first == 0 else None
     for step in range(first, num_steps):
         batches, rate, began = steps[step], recipe.learning_rate(step, num_steps), time.monotonic()
@@ -137,10 +137,10 @@ def _measured(trainer: Trainer, held_out: Sequence[TrainBatch], step: int, metri
 class _Metrics:
     """A line of JSON for each event; those of steps that a resumed run repeats are dropped."""
 
-    def __init__(self, path: Path, first: int, watch: Watch, *, is_main: bool) -> None:
+    def __init__(self, path: Path, last: int, watch: Watch, *, is_main: bool) -> None:
         self._path, self._watch, self._is_main = path, watch, is_main
         if is_main:
-            kept = read_metrics(path, first) if path.exists() else []
+            kept = read_metrics(path, last) if path.exists() else []
             path.write_text("".join(json.dumps(event) + "\n" for event in kept), encoding="utf-8")
 
     def add(self, **event: Any) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from llmq.backends.base import ModelOptions, StepResult, TrainBatch, TrainOptions
+from llmq.backends.base import ComputeType, ModelOptions, StepResult, TrainBatch, TrainOptions
 from llmq.backends.gpu.device import DTYPES, choose_device
 from llmq.backends.gpu.linear import to_tensor
 from llmq.backends.gpu.trainable import Matrix, TrainableDecoder
@@ -28,12 +28,13 @@ class TorchTrainer:
     is_main = True
 
     def __init__(self, weights: ModelWeights, options: TrainOptions) -> None:
-        self._device, self.dtype = choose_device(ModelOptions(device=options.device, dtype=options.dtype))
+        self._device, dtype = choose_device(ModelOptions(device=options.device, dtype=options.dtype))
+        self.dtype: ComputeType = dtype
         self.device = str(self._device)
         self._clip = options.clip
         self._looking: bool | None = None  # at the grid or not; None when weights have changed since
         self._model = TrainableDecoder(
-            weights, options.schemes, options.max_len, self._device, DTYPES[self.dtype], recompute=options.recompute
+            weights, options.schemes, options.max_len, self._device, DTYPES[dtype], recompute=options.recompute
         )
         if options.adapters is not None:
             self._model.requires_grad_(False)
@@ -86,8 +87,9 @@ class TorchTrainer:
     def weight(self, name: str) -> np.ndarray:
         """See `base.Trainer.weight`."""
         module, attribute = next((m, a) for key, m, a in self._model.tensors() if key == name)
-        is_matrix = isinstance(module, Matrix) and attribute == "weight"
-        return _numpy(module.merged() if is_matrix else getattr(module, attribute))
+        if isinstance(module, Matrix) and attribute == "weight":
+            return _numpy(module.merged())
+        return _numpy(getattr(module, attribute))
 
     def state(self) -> dict[str, np.ndarray]:
         """See `base.Trainer.state`."""
