@@ -29,7 +29,7 @@ from llmq.config import QuantizationConfig
 from llmq.errors import AlreadyQuantizedError, ArtifactError, CheckpointError
 from llmq.model.config import ModelConfig
 from llmq.quant.fidelity import Fidelity
-from llmq.quant.rows import NonFiniteWeightError, PackedMatrix, quantize_rows
+from llmq.quant.rows import NonFiniteWeightError, PackedMatrix, finite, quantize_rows
 
 #: Makes what is stored of a tensor: codes where the row has a scheme, else an array.
 Encoder = Callable[[TensorPlan, np.ndarray, ThreadPoolExecutor], "PackedMatrix | np.ndarray"]
@@ -315,6 +315,25 @@ def damaged(name: str) -> CheckpointError:
     return CheckpointError(
         f"{name}: holds NaN, infinity or a value beyond 2^120; the checkpoint is damaged, nothing was written."
     )
+
+
+def finite_weight(name: str, weight: np.ndarray) -> np.ndarray:
+    """A linear's weight in float32.
+
+    Args:
+        name: Of the tensor, for messages.
+        weight: From the source.
+
+    Returns:
+        float32.
+
+    Raises:
+        CheckpointError: It is NaN, infinite or far too large somewhere.
+    """
+    try:
+        return finite(weight)
+    except NonFiniteWeightError as err:
+        raise damaged(name) from err
 
 
 def _sha256(path: Path) -> str:

@@ -133,4 +133,4 @@ def _print_block(block: "QuantizedBlock") -> None:
     errors = ", ".join(
         f"{name.split('.')[1].removesuffix('_proj')} {error:.2%}" for name, error in block.errors.items()
     )
-    say(f"block {block.index}: output error {errors}" if errors else f"block {block.index}: finished before")
+    say(f"block {block.index}: output error {errors or 'none, nothing to quantize'}")

@@ -281,15 +281,21 @@ class _Group:
 
     def fit_codes(self, scheme: Scheme) -> None:
         """Each code in turn: the grid point nearest to where the loss is least along its weight."""
-        for i, codes_O in enumerate(self.codes_IO):
-            best_O = codes_O * self.scale_O + self.slope_IO[i] / self.moments_II[i, i]
-            if self.zero_O is not None:
-                best_O += self.zero_O
-            chosen_O = nearest_codes(best_O, self.scale_O, self.zero_O, scheme)
-            step_O = (chosen_O - codes_O) * self.scale_O
-            codes_O[:] = chosen_O
-            self.change_IO[i] += step_O
-            self.slope_IO -= np.multiply.outer(self.moments_II[:, i], step_O)
+        for first in range(0, len(self.codes_IO), _BLOCK):
+            mine = slice(first, first + _BLOCK)
+            moments_II, slope_IO = self.moments_II[mine, mine], self.slope_IO[mine].copy()
+            change_IO = np.zeros_like(slope_IO)
+            for i, codes_O in enumerate(self.codes_IO[mine]):
+                best_O = codes_O * self.scale_O + slope_IO[i] / moments_II[i, i]
+                if self.zero_O is not None:
+                    best_O += self.zero_O
+                chosen_O = nearest_codes(best_O, self.scale_O, self.zero_O, scheme)
+                change_IO[i] = (chosen_O - codes_O) * self.scale_O
+                codes_O[:] = chosen_O
+                slope_IO -= np.multiply.outer(moments_II[:, i], change_IO[i])
+            self.change_IO[mine] += change_IO
+            if len(slope_IO) < len(self.slope_IO):
+                self.slope_IO -= self.moments_II[:, mine] @ change_IO
 
     def _move(self, change_IO: np.ndarray, along_IO: np.ndarray) -> None:
         self.change_IO += change_IO

@@ -20,10 +20,10 @@ from threadpoolctl import threadpool_limits
 from llmq.backends.base import Calibrator
 from llmq.checkpoint.loader import ModelWeights
 from llmq.config import Scheme
+from llmq.convert import finite_weight
 from llmq.model.names import STAGES, layer_prefix
 from llmq.quant import QTensor, dequantize
 from llmq.quant.gptq import Moments, damp, solve
-from llmq.quant.rows import finite
 from llmq.quant.search import on_grid, search_grid
 from llmq.quantize.fold import fold_block
 from llmq.quantize.options import Algorithm
@@ -82,7 +82,7 @@ def quantize_blocks(
         if done:
             block.update(done.tensors)
         elif algorithm.fold:
-            block, scales = fold_block(calibrator, stream, source, mine, weights.config, algorithm.grid, pool)
+            block, scales = fold_block(calibrator, stream, prefix, source, mine, weights.config, algorithm.grid, pool)
         errors: dict[str, float] = {}
         for stage, linears in enumerate((*STAGES, ())):
             before, stream = calibrator.advance(before, source, stage), calibrator.advance(stream, block, stage)
@@ -95,7 +95,10 @@ def quantize_blocks(
             with threadpool_limits(1, user_api="blas"):
                 solver = _Solver(moments_II, cross_II, algorithm, pool)
                 for name in names:
-                    block[name], errors[name] = solver(block[name], mine[name])
+                    weight = block[name]
+                    assert isinstance(weight, np.ndarray), name
+                    weight_OI = finite_weight(prefix + name, weight)
+                    block[name], errors[name] = solver(weight_OI, mine[name])
         changed = {name: tensor for name, tensor in block.items() if tensor is not source[name]}
         yield done or QuantizedBlock(index, changed, errors)
 
@@ -134,9 +137,7 @@ class _Solver:
             drift_II = (cross_II - moments_II) * (len(moments_II) / max(np.trace(moments_II), _TINY))
             self._correction_II = CORRECTION * np.linalg.solve(damp(moments_II), drift_II.T).T
 
-    def __call__(self, weight: np.ndarray | QTensor, scheme: Scheme) -> tuple[QTensor, float]:
-        assert isinstance(weight, np.ndarray)
-        weight_OI = finite(weight)
+    def __call__(self, weight_OI: np.ndarray, scheme: Scheme) -> tuple[QTensor, float]:
         target_OI = weight_OI
         if self._correction_II is not None:
             target_OI = (weight_OI + weight_OI.astype(np.float64) @ self._correction_II).astype(np.float32)

@@ -8,6 +8,7 @@ from threadpoolctl import threadpool_limits
 
 from llmq.backends.base import Calibrator, Stream
 from llmq.config import Scheme
+from llmq.convert import finite_weight
 from llmq.model.config import ModelConfig
 from llmq.model.names import STAGES
 from llmq.quant import QTensor
@@ -21,6 +22,7 @@ _MAKERS = ("input_layernorm", "self_attn.v_proj", "post_attention_layernorm", "m
 def fold_block(
     calibrator: Calibrator,
     stream: Stream,
+    prefix: str,
     block: "Mapping[str, np.ndarray | QTensor]",
     schemes: Mapping[str, Scheme],
     config: ModelConfig,
@@ -35,6 +37,7 @@ def fold_block(
     Args:
         calibrator: Runs the block.
         stream: What enters it.
+        prefix: Of its tensors' names, for messages.
         block: Its tensors, none quantized yet.
         schemes: Tensor -> its grid.
         config: The model.
@@ -56,7 +59,7 @@ def fold_block(
         shared = (config.num_kv_heads, config.num_heads // config.num_kv_heads, config.head_dim)
         sharing = shared if maker == "self_attn.v_proj" else (1, 1, len(moments_II))
         with threadpool_limits(1, user_api="blas"):
-            rows = [(_float32(folded[name]), schemes[name]) for name in names]
+            rows = [(_finite(prefix + name, folded[name]), schemes[name]) for name in names]
             scale_I = choose_scales(rows, moments_II, sharing, method, pool)
         scales[stage] = scale_I = _divide(folded, maker, scale_I, sharing)
         folded.update({name: weight_OI * scale_I for name, (weight_OI, _) in zip(names, rows, strict=True)})
@@ -83,6 +86,6 @@ def _divide(
     return scale_I
 
 
-def _float32(weight: np.ndarray | QTensor) -> np.ndarray:
+def _finite(name: str, weight: np.ndarray | QTensor) -> np.ndarray:
     assert isinstance(weight, np.ndarray)
-    return weight.astype(np.float32)
+    return finite_weight(name, weight)

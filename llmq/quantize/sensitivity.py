@@ -22,6 +22,7 @@ from llmq.checkpoint.layout import entries, entry_bytes
 from llmq.checkpoint.loader import ModelWeights
 from llmq.checkpoint.reader import Progress, no_progress
 from llmq.config import AUTO_GROUP_SIZES, KEEP, QuantizationConfig, Scheme
+from llmq.convert import finite_weight
 from llmq.model.names import STAGES, layer_prefix
 from llmq.quant import dequantize
 from llmq.quant.search import on_grid, search_grid
@@ -138,7 +139,7 @@ def _candidate(
             num_bytes += source.nbytes
             errors[tensor.removesuffix(".weight")] = 0.0
             continue
-        weight_OI = source.astype(np.float32)
+        weight_OI = finite_weight(tensor, source)
         codes = on_grid(weight_OI, *search_grid(weight_OI, scheme, "nearest", pool), scheme)
         changed[tensor] = codes
         weight, error = weight_OI.astype(np.float64), (weight_OI - dequantize(codes)).astype(np.float64)

@@ -13,7 +13,7 @@ from llmq.checkpoint.loader import ModelWeights, load_weights
 from llmq.checkpoint.record import read_record
 from llmq.config import Override, QuantizationConfig
 from llmq.convert import convert, plan_conversion
-from llmq.errors import ConfigError, OutputError
+from llmq.errors import CheckpointError, ConfigError, OutputError
 from llmq.model.names import STAGES, Kind
 from llmq.model.tokenizer import Tokenizer
 from llmq.quant import QTensor
@@ -23,7 +23,7 @@ from llmq.quantize.mixed import plan_mixed, quantize_to_divergence
 from llmq.quantize.options import ALGORITHMS, QuantizeOptions, Target
 from llmq.quantize.run import quantize
 from llmq.quantize.setup import Run
-from tests.tiny import byte_tokenizer_files, write_tiny
+from tests.tiny import byte_tokenizer_files, random_tensors, tiny_config, write_checkpoint, write_tiny
 
 CONFIG = QuantizationConfig(scheme="int4_blockwise", group_size=64)
 
@@ -306,3 +306,17 @@ def test_memory_grows_with_the_block_and_not_with_the_layers(text: Path, tmp_pat
     block = 16 * 512 * 512 * 2
     assert peaks[12, 512] - peaks[4, 512] < 4 * block  # what was added is 8 blocks, and 16 in float32
     assert peaks[4, 1024] - peaks[4, 512] > 4 * block
+
+
+@pytest.mark.parametrize("algorithm", ["mse", "gptq", "awq"])
+def test_damaged_weights_are_refused_by_name(text: Path, tmp_path: Path, algorithm: str) -> None:
+    config = tiny_config(num_hidden_layers=2)
+    tensors = random_tensors(config)
+    name = "model.layers.1.self_attn.v_proj.weight"
+    tensors[name][3, 4] = np.nan
+    source = write_checkpoint(tmp_path / "source", config, tensors)
+    for file, contents in byte_tokenizer_files().items():
+        (source / file).write_bytes(contents)
+    with pytest.raises(CheckpointError, match=rf"^{name}: holds NaN, infinity"):
+        run(source, tmp_path / "out", options(text, algorithm=algorithm, num_samples=2))
+    assert not (tmp_path / "out").exists()
