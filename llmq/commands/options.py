@@ -60,7 +60,9 @@ Ignore = Annotated[
 Overrides = Annotated[
     list[str] | None,
     typer.Option(
-        "--override", help="PATTERN=SCHEME for single modules; the last match wins. Repeatable.", show_default=False
+        "--override",
+        help="PATTERN=SCHEME or PATTERN=SCHEME:GROUPSIZE for single modules; the last match wins. Repeatable.",
+        show_default=False,
     ),
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and its size, write nothing.")]

@@ -130,3 +130,16 @@ def test_policies_of_embedding_and_head(tmp_path: Path) -> None:
     assert rows["model.embed_tokens.weight"].reason == "--embedding keeps it"
     assert rows["lm_head.weight"].scheme.granularity is Granularity.BLOCKWISE
     assert rows["lm_head.weight"].scheme.group_size == 32
+
+
+def test_an_override_may_name_its_group_size(tmp_path: Path) -> None:
+    path = write_tiny(tmp_path / "m", num_hidden_layers=1)
+    overrides = tuple(map(Override.parse, ("*.up_proj=int4_blockwise:32", "*.down_proj=int4_blockwise")))
+    rows = plan(path, group_size=64, overrides=overrides)
+    assert rows[UP].scheme.group_size == 32
+    assert rows[DOWN].scheme.group_size == 64
+    with pytest.raises(ConfigError, match=r"^group_size=256: does not divide .* 1 of 1 matrices: .*up_proj"):
+        plan(path, group_size=64, overrides=(Override.parse("*.up_proj=int4_blockwise:256"),))
+    for text, message in (("a=int8_per_channel:32", "has no groups"), ("a=int4_blockwise:12", "multiple of 8")):
+        with pytest.raises(ConfigError, match=message):
+            Override.parse(text)

@@ -37,7 +37,7 @@ HEAVY = ("torch", "jax", "transformers", "numpy", "gguf", "tokenizers", "hugging
 
 
 @pytest.mark.parametrize(
-    "command", [(), ("convert",), ("generate",), ("eval",), ("report",), ("inspect",), ("doctor",)]
+    "command", [(), ("convert",), ("generate",), ("eval",), ("report",), ("inspect",), ("doctor",), ("quantize",)]
 )
 def test_help_imports_nothing_heavy(command: tuple[str, ...]) -> None:
     code = (
