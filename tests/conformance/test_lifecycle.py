@@ -77,7 +77,7 @@ class TestDraining:
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
     def test_live_streams_finish(self, kind: str, request: pytest.FixtureRequest, number: signal.Signals) -> None:
         """vllm#24885: shutdown hung, or cut what was under way."""
-        with a_server(kind, request) as (process, api):
+        with a_server(kind, request, "--drain-timeout", 200) as (process, api):
             alone = api.complete(**long(api))["choices"][0]["text"]
             with streams(api, int(api.slots_free())) as posts:
                 process.signal(number)
@@ -85,7 +85,7 @@ class TestDraining:
                 refused(api.post(COMPLETIONS, prompt="x"), 503)
                 assert httpx.get(f"{api.base_url}/health").status_code == 200, "it drains, it is not dead"
             assert [parse_events(post.result().text).text() for post in posts] == [alone] * len(posts)
-            assert process.wait() == 0, process.output()
+            assert process.wait(200) == 0, process.output()
 
     def test_what_does_not_finish_is_told(self, kind: str, request: pytest.FixtureRequest) -> None:
         with a_server(kind, request, "--drain-timeout", 0.2) as (process, api):
