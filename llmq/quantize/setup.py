@@ -105,7 +105,7 @@ def set_up(plan: ConversionPlan, options: QuantizeOptions, run: Run) -> Generato
     tokens = np.concatenate(sequences + heldout).astype("<i4").tobytes()
     facts = {
         "model": plan.model,
-        "files": {name: path.stat().st_size for name, path in plan.reader.files.items()},
+        "files": {name: [(at := path.stat()).st_size, at.st_mtime_ns] for name, path in plan.reader.files.items()},
         "tokens": hashlib.sha256(tokens).hexdigest(),
         "seq_len": options.seq_len,
         "backend": plugin.name,
