@@ -76,6 +76,17 @@ def test_threads_and_a_second_run_change_no_byte(source: Path, text: Path, clean
     assert weight_bytes(other) != weight_bytes(clean)
 
 
+def test_threads_change_no_byte_in_bfloat16_and_mixed(source: Path, text: Path, tmp_path: Path) -> None:
+    chosen = options(text, dtype="bfloat16", target=Target(bits=5.0))
+    written = []
+    for threads in (1, 2):
+        output = tmp_path / str(threads)
+        plan, _ = plan_mixed(plan_conversion(str(source), CONFIG), chosen, output, Run(num_threads=threads))
+        quantize(plan, chosen, output, Run(num_threads=threads))
+        written.append((weight_bytes(output), (tmp_path / f"{threads}.sensitivity.json").read_bytes()))
+    assert written[0] == written[1]
+
+
 class Killed(BaseException):
     pass
 
