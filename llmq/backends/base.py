@@ -28,6 +28,7 @@ and the state is lost.
 `reference` is the slow, obvious twin that says what the result should be.
 """
 
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -457,6 +458,20 @@ class Adapters:
     alpha: float
     targets: frozenset[str]
     seed: int
+
+    def initial_down(self, name: str, num_features: int) -> np.ndarray:
+        """Where `down` begins, on every backend alike.
+
+        Args:
+            name: Of the weight.
+            num_features: Its input features.
+
+        Returns:
+            float32 `[rank, I]`.
+        """
+        bound = num_features**-0.5
+        rng = np.random.default_rng([self.seed, zlib.crc32(name.encode())])
+        return rng.uniform(-bound, bound, (self.rank, num_features)).astype(np.float32)
 
 
 @dataclass(frozen=True, slots=True)

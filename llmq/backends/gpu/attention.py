@@ -10,7 +10,7 @@ K kv heads, R = H / K, h head size.
 """
 
 import itertools
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -20,8 +20,8 @@ from torch import Tensor
 from llmq.model.config import ModelConfig
 from llmq.quant import quantize_vectors
 
-#: The smallest window of a step; others double it.
-_MIN_WINDOW = 128
+#: Rows that windows of a step are multiples of; where they are long, of up to a quarter of their size.
+_WINDOW_STEP = 64
 
 
 class Cache:
@@ -38,6 +38,8 @@ class Cache:
     Attributes:
         stored: Keys and values.
         scales: Of keys and values, or nothing.
+        max_len: T.
+        num_kv_heads: K.
         num_repeats: Heads that share keys, R.
         sliding_window: Positions a token sees back, itself included; None sees all.
         compute_dtype: Type of queries.
@@ -55,6 +57,8 @@ class Cache:
         shape = (config.num_layers, num_slots, config.num_kv_heads, max_len, config.head_dim)
         self.stored = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(2)]
         self.scales = [torch.zeros(shape[:-1], device=device) for _ in range(2)] if dtype is torch.int8 else []
+        self._by_layer = list(zip(*(part.flatten(1, 3).unbind() for part in self._parts), strict=True))
+        self.max_len, self.num_kv_heads = max_len, config.num_kv_heads
         self.num_repeats = config.num_heads // config.num_kv_heads
         self.sliding_window = config.sliding_window
         self.compute_dtype = compute_dtype
@@ -74,9 +78,26 @@ class Cache:
         return [*self.stored, *self.scales]
 
     def window(self, position: int) -> int:
-        """How many rows a step at a position attends on: a power of two, or all."""
-        window = max(_MIN_WINDOW, 1 << position.bit_length())
-        return min(window, self.stored[0].shape[3])
+        """How many rows a step at a position attends on."""
+        step = max(_WINDOW_STEP, 1 << position.bit_length() >> 3)
+        return min((position // step + 1) * step, self.max_len)
+
+    def rows(self, slots: np.ndarray, positions: np.ndarray) -> Tensor:
+        """Where `write` puts the vectors of some tokens, head by head."""
+        heads = slots[:, None] * self.num_kv_heads + np.arange(self.num_kv_heads)
+        return send((heads * self.max_len + positions[:, None]).ravel(), self.device)
+
+    def read(self, slots: slice, window: int) -> list[tuple[Tensor, ...]]:
+        """For every layer, what is stored in the first rows of neighbouring slots, in place.
+
+        Args:
+            slots: B slots.
+            window: T rows.
+
+        Returns:
+            For each, keys and values `[B, K, T, h]`, then their scales if they have any.
+        """
+        return list(zip(*(part[:, slots, :, :window].unbind() for part in self._parts), strict=True))
 
     def copy(self, source: int, target: int, num_tokens: int) -> None:
         """Copy the first rows of a slot to another."""
@@ -88,38 +109,37 @@ class Cache:
         for part in self._parts:
             part[:, slot, :, start:] = 0
 
-    def write(self, at: tuple[Any, ...], *new: Tensor) -> None:
+    def write(self, layer: int, rows: Tensor, k_MKh: Tensor, v_MKh: Tensor) -> None:
         """Store keys and values.
 
         Args:
-            at: Layer, slot, head and row.
-            *new: Keys and values in the shape that `at` selects.
+            layer: Which layer's.
+            rows: From `rows`, of these tokens.
+            k_MKh: Keys.
+            v_MKh: Values.
         """
-        for index, vectors in enumerate(new):
-            if self.scales:
-                self.stored[index][at], self.scales[index][at] = quantize_vectors(vectors)
-            else:
-                self.stored[index][at] = vectors
+        new = [k_MKh.flatten(0, 1), v_MKh.flatten(0, 1)]
+        if self.scales:
+            codes, scales = zip(*map(quantize_vectors, new), strict=True)
+            new = [*codes, *scales]
+        for part, vectors in zip(self._by_layer[layer], new, strict=True):
+            part.index_copy_(0, rows, vectors)
 
-    def attend(self, q_BKMh: Tensor, layer: int, slots: slice, window: int, mask: Tensor) -> Tensor:
-        """Attention on the first rows of neighbouring slots, in place.
 
-        Args:
-            q_BKMh: Queries of each slot; those of the heads that share keys may stand behind one another.
-            layer: Which layer's keys and values.
-            slots: B slots.
-            window: How many rows.
-            mask: 0 where a query sees a row, -inf elsewhere; broadcasts to `[B, K, M, window]`.
+def attend(q_BKMh: Tensor, stored: tuple[Tensor, ...], mask: Tensor) -> Tensor:
+    """Attention on what is stored.
 
-        Returns:
-            Like the queries.
-        """
-        at = (layer, slots, slice(None), slice(window))
-        k_BKTh, v_BKTh = (part[at] for part in self.stored)
-        if not self.scales:
-            return F.scaled_dot_product_attention(q_BKMh, k_BKTh, v_BKTh, attn_mask=mask)
-        k_scale_BKT, v_scale_BKT = (part[at] for part in self.scales)
-        return _attend_int8(q_BKMh, k_BKTh, v_BKTh, k_scale_BKT, v_scale_BKT, mask)
+    Args:
+        q_BKMh: Queries of each slot; those of the heads that share keys may stand behind one another.
+        stored: Of one layer, from `Cache.read`.
+        mask: 0 where a query sees a row, -inf elsewhere; broadcasts to `[B, K, M, T]`.
+
+    Returns:
+        Like the queries.
+    """
+    if len(stored) == 2:
+        return F.scaled_dot_product_attention(q_BKMh, *stored, attn_mask=mask)
+    return _attend_int8(q_BKMh, *stored, mask)
 
 
 def _attend_int8(
@@ -162,17 +182,17 @@ class RunPlace:
     """
 
     def __init__(self, cache: Cache, slot: int, start: int, visible_MT: Tensor) -> None:
-        self._cache, self._slots = cache, slice(slot, slot + 1)
-        self._rows, self._end = slice(start, visible_MT.shape[1]), visible_MT.shape[1]
+        self._cache, end = cache, visible_MT.shape[1]
+        self._rows = cache.rows(np.array([slot]), np.arange(start, end))
+        self._stored = cache.read(slice(slot, slot + 1), end)
         self._mask = _additive(visible_MT, cache.compute_dtype).repeat(cache.num_repeats, 1)
 
     def attend(self, layer: int, q_MHh: Tensor, k_MKh: Tensor, v_MKh: Tensor) -> Tensor:
         """See `Place.attend`."""
-        at = (layer, self._slots, slice(None), self._rows)
-        self._cache.write(at, k_MKh.transpose(0, 1)[None], v_MKh.transpose(0, 1)[None])
+        self._cache.write(layer, self._rows, k_MKh, v_MKh)
         num_tokens, num_kv_heads, _ = k_MKh.shape
         q_KMh = q_MHh.transpose(0, 1).reshape(num_kv_heads, -1, q_MHh.shape[-1])  # the R heads of a key in turn
-        out_KMh = self._cache.attend(q_KMh[None], layer, self._slots, self._end, self._mask)[0]
+        out_KMh = attend(q_KMh[None], self._stored[layer], self._mask)[0]
         return out_KMh.reshape(-1, num_tokens, q_MHh.shape[-1]).transpose(0, 1).reshape(num_tokens, -1)
 
 
@@ -187,27 +207,31 @@ class StepPlace:
 
     def __init__(self, cache: Cache, slots: np.ndarray, positions: np.ndarray) -> None:
         self._cache, self._num_rows = cache, len(slots)
-        self._at = (send(slots, cache.device), slice(None), send(positions, cache.device))
+        self._rows = cache.rows(slots, positions)
         self._groups = [
             _Group(cache, slots[rows], positions[rows], rows) for rows in _neighbours(cache, slots, positions)
         ]
 
     def attend(self, layer: int, q_MHh: Tensor, k_MKh: Tensor, v_MKh: Tensor) -> Tensor:
         """See `Place.attend`. Rows beyond the slots are padding: nothing is stored, and what comes back is 0."""
-        self._cache.write((layer, *self._at), k_MKh[: self._num_rows], v_MKh[: self._num_rows])
-        q_MKRh = q_MHh.unflatten(1, (k_MKh.shape[1], -1))
-        outs = [self._cache.attend(q_MKRh[g.rows], layer, g.slots, g.window, g.mask) for g in self._groups]
+        self._cache.write(layer, self._rows, k_MKh[: self._num_rows], v_MKh[: self._num_rows])
+        num_tokens, num_heads, head_dim = q_MHh.shape
+        q_MKRh = q_MHh.view(num_tokens, -1, self._cache.num_repeats, head_dim)
+        outs = [attend(q_MKRh[g.rows], g.stored[layer], g.mask) for g in self._groups]
         out = outs[0] if len(outs) == 1 else torch.cat(outs)
-        return F.pad(out.flatten(1), (0, 0, 0, len(q_MHh) - self._num_rows))
+        if num_tokens > self._num_rows:
+            out = F.pad(out, (0, 0, 0, 0, 0, 0, 0, num_tokens - self._num_rows))
+        return out.reshape(num_tokens, num_heads * head_dim)
 
 
 class _Group:
     """Rows of a step whose slots are neighbours and whose windows are equal."""
 
     def __init__(self, cache: Cache, slots: np.ndarray, positions: np.ndarray, rows: slice) -> None:
-        self.rows, self.slots = rows, slice(int(slots[0]), int(slots[-1]) + 1)
-        self.window = cache.window(int(positions[0]))
-        back = np.arange(self.window)
+        self.rows = rows
+        window = cache.window(int(positions[0]))
+        self.stored = cache.read(slice(int(slots[0]), int(slots[-1]) + 1), window)
+        back = np.arange(window)
         visible = back <= positions[:, None]
         if cache.sliding_window:
             visible &= positions[:, None] - back < cache.sliding_window

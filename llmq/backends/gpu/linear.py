@@ -6,6 +6,8 @@ more memory. `Linear.kernel` tells, and `llmq generate --stats` prints it.
 Suffixes: M rows of activations, I input features, O output features, G groups.
 """
 
+from collections.abc import Sequence
+
 import ml_dtypes
 import numpy as np
 import torch
@@ -46,22 +48,25 @@ class Linear:
     def __init__(self, bias: Tensor | None) -> None:
         self._bias = bias
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x_MI: Tensor) -> Tensor:
         """Multiply.
 
         Args:
-            x: `[..., I]` in the compute type.
+            x_MI: In the compute type, without gaps.
 
         Returns:
-            `[..., O]` in the compute type.
+            `[M, O]` in the compute type.
         """
-        y_MO = self._matmul(x.reshape(-1, x.shape[-1]))
-        if self._bias is not None:
-            y_MO = y_MO + self._bias
-        return y_MO.reshape(*x.shape[:-1], -1)
+        y_MO = self._matmul(x_MI)
+        return y_MO if self._bias is None else y_MO.add_(self._bias)
 
     def _matmul(self, x_MI: Tensor) -> Tensor:
         raise NotImplementedError
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """What computes each of its parts, for people to read."""
+        return (self.kernel,)
 
     @property
     def num_bytes(self) -> int:
@@ -109,7 +114,7 @@ class Int4Linear(Linear):
         self._scale_zero_GO2 = to_tensor(scale_zero_OG2.transpose(1, 0, 2)).to(device)
 
     def _matmul(self, x_MI: Tensor) -> Tensor:
-        return tinygemm.matmul(x_MI.contiguous(), self._packed, self._group_size, self._scale_zero_GO2)
+        return tinygemm.matmul(x_MI, self._packed, self._group_size, self._scale_zero_GO2)
 
 
 class Int8Linear(Linear):
@@ -130,7 +135,32 @@ class Int8Linear(Linear):
         self._scale_O = to_tensor(qtensor.scale[:, 0]).to(device=device, dtype=dtype)
 
     def _matmul(self, x_MI: Tensor) -> Tensor:
-        return torch.ops.aten._weight_int8pack_mm(x_MI.contiguous(), self._values_OI, self._scale_O)
+        return torch._weight_int8pack_mm(x_MI, self._values_OI, self._scale_O)
+
+
+class SideBySide(Linear):
+    """Linears that read the same input and share no kernel.
+
+    Args:
+        linears: Their outputs stand behind one another.
+    """
+
+    def __init__(self, linears: Sequence[Linear]) -> None:
+        super().__init__(None)
+        self._linears = linears
+
+    def _matmul(self, x_MI: Tensor) -> Tensor:
+        return torch.cat([linear(x_MI) for linear in self._linears], dim=-1)
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """See `Linear.kernels`."""
+        return tuple(kernel for linear in self._linears for kernel in linear.kernels)
+
+    @property
+    def num_bytes(self) -> int:
+        """See `Linear.num_bytes`."""
+        return sum(linear.num_bytes for linear in self._linears)
 
 
 def int8_refusal(qtensor: QTensor, device: torch.device, dtype: torch.dtype) -> str:
@@ -180,3 +210,45 @@ def make_linear(
     if weight.num_bits == 4:
         return Int4Linear(weight, bias_O, device)
     return Int8Linear(weight, bias_O, device, dtype)
+
+
+def make_joined(
+    weights: Sequence[np.ndarray | QTensor],
+    biases: Sequence[np.ndarray | None],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Linear:
+    """Load weights that read the same input: onto one kernel where they are stored alike.
+
+    That changes no bit: a kernel computes every output by itself.
+
+    Args:
+        weights: `[O, I]` each.
+        biases: `[O]` or None each.
+        device: Where.
+        dtype: Compute type.
+
+    Returns:
+        A layer whose outputs stand behind one another.
+    """
+    if len({_storage(weight) for weight in weights}) > 1 or len({bias is None for bias in biases}) > 1:
+        pairs = zip(weights, biases, strict=True)
+        return SideBySide([make_linear(weight, bias, device, dtype) for weight, bias in pairs])
+    bias = None if biases[0] is None else np.concatenate(biases)
+    return make_linear(_concatenated(weights), bias, device, dtype)
+
+
+def _storage(weight: np.ndarray | QTensor) -> tuple[object, ...]:
+    """Equal for matrices that can be concatenated along O."""
+    if not isinstance(weight, QTensor):
+        return (weight.dtype,)
+    return (weight.num_bits, weight.scale.shape[1:], weight.scale.dtype, weight.symmetric)
+
+
+def _concatenated(weights: Sequence[np.ndarray | QTensor]) -> np.ndarray | QTensor:
+    first = weights[0]
+    if not isinstance(first, QTensor):
+        return np.concatenate(weights)
+    values, scale = (np.concatenate([getattr(w, name) for w in weights]) for name in ("values", "scale"))
+    zero = None if first.zero is None else np.concatenate([w.zero for w in weights])
+    return QTensor(values, scale, zero, first.num_bits)

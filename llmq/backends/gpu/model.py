@@ -1,11 +1,11 @@
 """The decoder in torch, top-down. Quantization shows in `Embedding` and in `linear`, nowhere else.
 
 Shape letters: M tokens of this call, T positions, D hidden, H heads, K kv heads, h head size,
-V vocabulary.
+E = (H + 2K) * h, V vocabulary.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llmq.backends.gpu.attention import Place
-from llmq.backends.gpu.linear import Linear, make_linear, to_tensor
+from llmq.backends.gpu.linear import Linear, make_joined, make_linear, to_tensor
 from llmq.checkpoint.loader import ModelWeights
-from llmq.model.names import EMBEDDING, FINAL_NORM, LM_HEAD, layer_prefix
+from llmq.model.names import EMBEDDING, FINAL_NORM, LM_HEAD, STAGES, layer_prefix
 from llmq.model.rotary import rotary_tables
 from llmq.quant import QTensor, dequantize
 
@@ -78,10 +78,9 @@ class Layer:
     def __init__(self, weights: ModelWeights, index: int, device: torch.device, dtype: torch.dtype) -> None:
         at = layer_prefix(index)
 
-        def linear(name: str) -> Linear:
-            bias = weights.get(f"{at}{name}.bias")
-            assert not isinstance(bias, QTensor)
-            return make_linear(weights[f"{at}{name}.weight"], bias, device, dtype)
+        def linear(names: Sequence[str]) -> Linear:
+            biases = [weights.get(f"{at}{name}.bias") for name in names]
+            return make_joined([weights[f"{at}{name}.weight"] for name in names], biases, device, dtype)
 
         def norm(name: str) -> Tensor | None:
             key = f"{at}{name}.weight"
@@ -89,14 +88,12 @@ class Layer:
 
         self.input_norm, self.mlp_norm = norm("input_layernorm"), norm("post_attention_layernorm")
         self.q_norm, self.k_norm = norm("self_attn.q_norm"), norm("self_attn.k_norm")
-        self.q, self.k, self.v = linear("self_attn.q_proj"), linear("self_attn.k_proj"), linear("self_attn.v_proj")
-        self.o = linear("self_attn.o_proj")
-        self.gate, self.up, self.down = linear("mlp.gate_proj"), linear("mlp.up_proj"), linear("mlp.down_proj")
+        self.qkv, self.o, self.gate_up, self.down = (linear(names) for names in STAGES)
 
     @property
     def linears(self) -> list[Linear]:
-        """The layer's seven linears."""
-        return [self.q, self.k, self.v, self.o, self.gate, self.up, self.down]
+        """What multiplies, in the order of computation."""
+        return [self.qkv, self.o, self.gate_up, self.down]
 
 
 class Decoder:
@@ -128,10 +125,10 @@ class Decoder:
         return self.embedding.num_bytes + sum(linear.num_bytes for linear in linears)
 
     def kernels(self) -> tuple[str, ...]:
-        """How many linears, head included, run on which kernel."""
+        """How many linears, head included, run on which kernel; those on one kernel together count once."""
         linears = [*(linear for layer in self.layers for linear in layer.linears), self.head]
-        counts = Counter(linear.kernel for linear in linears)
-        return tuple(f"{count} of {len(linears)} linears: {kernel}" for kernel, count in counts.items())
+        counts = Counter(kernel for linear in linears for kernel in linear.kernels)
+        return tuple(f"{count} of {counts.total()} linears: {kernel}" for kernel, count in counts.items())
 
     def forward(self, tokens_M: Tensor, positions_M: Tensor, place: Place) -> Tensor:
         """Run tokens through the layers, writing their keys and values.
@@ -148,11 +145,8 @@ class Decoder:
         x_MD = self.embedding(tokens_M)
         cos_Mh, sin_Mh = self.cos_Th[positions_M][:, None], self.sin_Th[positions_M][:, None]
         for index, layer in enumerate(self.layers):
-            inner_MD = rms_norm(x_MD, layer.input_norm, config.norm_eps)
-            q_MHh = self._heads(layer.q(inner_MD), layer.q_norm, cos_Mh, sin_Mh)
-            k_MKh = self._heads(layer.k(inner_MD), layer.k_norm, cos_Mh, sin_Mh)
-            v_MKh = layer.v(inner_MD).unflatten(-1, (-1, config.head_dim))
-            x_MD = x_MD + layer.o(place.attend(index, q_MHh, k_MKh, v_MKh))
+            qkv_ME = layer.qkv(rms_norm(x_MD, layer.input_norm, config.norm_eps))
+            x_MD = x_MD + layer.o(place.attend(index, *self._heads(layer, qkv_ME, cos_Mh, sin_Mh)))
             x_MD = x_MD + self._mlp(layer, x_MD)
         return x_MD
 
@@ -176,17 +170,23 @@ class Decoder:
         like = {tuple((linear.kernel, linear.num_bytes) for linear in layer.linears): layer for layer in self.layers}
         functions: list[tuple[int, Callable[[Tensor], Tensor]]] = [(self.config.hidden_size, self.logits)]
         for layer in like.values():
-            functions += [(self.config.hidden_size, f) for f in (layer.q, layer.k, layer.v, partial(self._mlp, layer))]
+            functions += [(self.config.hidden_size, f) for f in (layer.qkv, partial(self._mlp, layer))]
             functions.append((self.config.num_heads * self.config.head_dim, layer.o))
         return functions
 
     def _mlp(self, layer: Layer, x_MD: Tensor) -> Tensor:
-        inner_MD = rms_norm(x_MD, layer.mlp_norm, self.config.norm_eps)
-        return layer.down(F.silu(layer.gate(inner_MD)) * layer.up(inner_MD))
+        gate, up = layer.gate_up(rms_norm(x_MD, layer.mlp_norm, self.config.norm_eps)).chunk(2, dim=-1)
+        return layer.down(F.silu(gate) * up)
 
-    def _heads(self, x: Tensor, norm: Tensor | None, cos_Mh: Tensor, sin_Mh: Tensor) -> Tensor:
-        x_MHh = x.unflatten(-1, (-1, self.config.head_dim))
-        return rotate(rms_norm(x_MHh, norm, self.config.norm_eps), cos_Mh, sin_Mh)
+    def _heads(self, layer: Layer, qkv_ME: Tensor, cos_Mh: Tensor, sin_Mh: Tensor) -> tuple[Tensor, ...]:
+        """Queries `[M, H, h]`, keys and values `[M, K, h]`, in their positions."""
+        sizes, eps = [self.config.num_heads, self.config.num_kv_heads], self.config.norm_eps
+        qkv = qkv_ME.view(len(qkv_ME), -1, self.config.head_dim)
+        qk, v = qkv.split_with_sizes([sum(sizes), sizes[1]], dim=1)
+        if layer.q_norm is not None:
+            q, k = qk.split_with_sizes(sizes, dim=1)
+            qk = torch.cat([rms_norm(q, layer.q_norm, eps), rms_norm(k, layer.k_norm, eps)], dim=1)
+        return *rotate(qk, cos_Mh, sin_Mh).split_with_sizes(sizes, dim=1), v
 
 
 def norm_weight(weights: ModelWeights, name: str, device: torch.device, dtype: torch.dtype) -> Tensor:

@@ -38,9 +38,9 @@ class TorchTrainer:
         )
         if options.adapters is not None:
             self._model.requires_grad_(False)
-            for index, matrix in enumerate(self._model.matrices()):
+            for matrix in self._model.matrices():
                 if matrix.name in options.adapters.targets:
-                    matrix.adapt(options.adapters, index)
+                    matrix.adapt(options.adapters)
         self._trained = self._named_parameters()
         matrices = [p for p in self._trained.values() if p.ndim > 1]
         others = [p for p in self._trained.values() if p.ndim == 1]

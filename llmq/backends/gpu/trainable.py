@@ -69,12 +69,10 @@ class Matrix(nn.Module):
         self._quantized = False
         self._seen: Seen | None = None
 
-    def adapt(self, adapters: Adapters, index: int) -> None:
+    def adapt(self, adapters: Adapters) -> None:
         """Add an adapter, which changes nothing yet."""
         num_out, num_in = self.weight.shape
-        bound = num_in**-0.5
-        down_RI = np.random.default_rng([adapters.seed, index]).uniform(-bound, bound, (adapters.rank, num_in))
-        self.down = nn.Parameter(torch.from_numpy(down_RI.astype(np.float32)).to(self.weight.device))
+        self.down = nn.Parameter(torch.from_numpy(adapters.initial_down(self.name, num_in)).to(self.weight.device))
         self.up = nn.Parameter(torch.zeros(num_out, adapters.rank, device=self.weight.device))
         self.factor = adapters.alpha / adapters.rank
 

@@ -1,6 +1,6 @@
 """The plugin behind ``--backend tpu``. JAX is imported when it is first needed."""
 
-from llmq.backends.base import Calibrator, InferenceModel, Memory, ModelOptions, Probe
+from llmq.backends.base import Calibrator, InferenceModel, Memory, ModelOptions, Probe, Trainer, TrainOptions
 from llmq.backends.tpu.chips import has_tpu_chip
 from llmq.checkpoint.loader import ModelWeights
 
@@ -40,3 +40,9 @@ class TPUBackend:
         from llmq.backends.tpu.device import open_device
 
         return JaxCalibrator(weights, options, open_device(options.device))
+
+    def open_trainer(self, weights: ModelWeights, options: TrainOptions) -> Trainer:
+        """See `base.Backend.open_trainer`."""
+        from llmq.backends.tpu.train import JaxTrainer
+
+        return JaxTrainer(weights, options)

@@ -1,0 +1,276 @@
+"""`base.Trainer` in JAX: one compiled gradient and one compiled update, their buffers donated.
+
+Rows of a batch are spread over the devices, and so are the output features of each weight: a grid lies
+within a row of the weight, so no device needs more than its part to quantize.
+"""
+
+import resource
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from llmq.backends.base import ComputeType, StepResult, TrainBatch, TrainOptions
+from llmq.backends.tpu.device import DEVICES, open_device
+from llmq.backends.tpu.trainable import Rows, Spec, merged, nats
+from llmq.checkpoint.loader import ModelWeights
+from llmq.errors import BackendError
+from llmq.model.names import layer_prefix
+from llmq.model.rotary import rotary_tables
+
+#: AdamW's moments, by what they are called in a state.
+_MOMENTS = {"first": "mu", "second": "nu"}
+
+_Tensors = dict[str, Any]
+
+
+class JaxTrainer:
+    """See `base.Trainer`.
+
+    Args:
+        weights: The model.
+        options: How to train it.
+
+    Raises:
+        BackendError: The device is not there, or computes badly in the type asked for.
+    """
+
+    is_main = True
+
+    def __init__(self, weights: ModelWeights, options: TrainOptions) -> None:
+        device = open_device(options.device)
+        on_cpu = device.platform == "cpu"
+        self.dtype: ComputeType = options.dtype or ("float32" if on_cpu else "bfloat16")
+        if on_cpu and self.dtype == "bfloat16":
+            raise BackendError(
+                "dtype='bfloat16': JAX has no fast bfloat16 product on the cpu; use float32 or --backend cpu."
+            )
+        devices = jax.devices(DEVICES[options.device][1] if options.device else device.platform)
+        self._mesh = Mesh(np.array(devices), ("rows",))
+        self.device = f"{len(devices)} x {device.device_kind} (JAX {jax.__version__})"
+        self._places = _Places(weights, options)
+        factor = options.adapters.alpha / options.adapters.rank if options.adapters else 0.0
+        self._spec = Spec(
+            weights.config,
+            self.dtype,
+            tuple((key, options.schemes[names[0]]) for key, names in self._places if names[0] in options.schemes),
+            self._places.num_segments,
+            factor,
+            options.recompute,
+        )
+        held = {key: self._put(self._places.stack(names, weights)) for key, names in self._places}
+        adapters = self._adapters(options, held)
+        self._trained: _Tensors = adapters or held
+        self._frozen: _Tensors = held if adapters else {}
+        self._rotation = rotary_tables(weights.config, options.max_len)
+        self._clip = jnp.inf if options.clip is None else options.clip
+        self._optimizer = optax.chain(
+            optax.scale_by_adam(*options.betas),
+            optax.add_decayed_weights(options.weight_decay, {key: _is_matrix(key) for key in self._trained}),
+        )
+        self._moments = self._optimizer.init(self._trained)
+
+    def step(self, batches: Sequence[TrainBatch], learning_rate: float, *, quantized: bool) -> StepResult:
+        """See `base.Trainer.step`."""
+        total = sum(int(batch.learned.sum()) for batch in batches)
+        parts, grads = [], None
+        for batch in batches:
+            part, more = _gradients(self._spec, self._trained, self._frozen, self._rows(batch), total, quantized)
+            grads = more if grads is None else _add(grads, more)
+            parts.append(part)
+        self._trained, self._moments, norm = _update(
+            self._optimizer, self._trained, self._moments, grads, learning_rate, self._clip
+        )
+        return StepResult(float(sum(float(part) for part in parts)) / total, float(norm))
+
+    def evaluate(self, batch: TrainBatch, *, quantized: bool) -> np.ndarray:
+        """See `base.Trainer.evaluate`."""
+        found = _losses(self._spec, self._trained, self._frozen, self._rows(batch), quantized)
+        return np.asarray(found, np.float64)[: len(batch.tokens)]
+
+    def weight(self, name: str) -> np.ndarray:
+        """See `base.Trainer.weight`."""
+        key, index = self._places.find(name)
+        held = {**self._frozen, **self._trained}
+        parts = [held[part] for part in (key, f"down {key}", f"up {key}") if part in held]
+        if index is not None:
+            parts = [part[index] for part in parts]
+        return np.array(_merged(*parts, self._spec.factor) if len(parts) > 1 else parts[0])
+
+    def state(self) -> dict[str, np.ndarray]:
+        """See `base.Trainer.state`."""
+        adam = self._moments[0]
+        found = {"": self._trained, **{f"{moment} ": getattr(adam, field) for moment, field in _MOMENTS.items()}}
+        return {
+            prefix + name: array for prefix, held in found.items() for name, array in self._places.unstack(held).items()
+        }
+
+    def load_state(self, step: int, state: Mapping[str, np.ndarray]) -> None:
+        """See `base.Trainer.load_state`."""
+        keys = list(self._trained)
+
+        def restack(prefix: str) -> _Tensors:
+            return {key: self._put(self._places.restack(key, prefix, state)) for key in keys}
+
+        self._trained = restack("")
+        adam = self._moments[0]._replace(
+            count=jnp.asarray(step, jnp.int32), **{field: restack(f"{moment} ") for moment, field in _MOMENTS.items()}
+        )
+        self._moments = (adam, *self._moments[1:])
+
+    def peak_bytes(self) -> int:
+        """See `base.Trainer.peak_bytes`."""
+        stats = self._mesh.devices.flat[0].memory_stats()
+        return stats["peak_bytes_in_use"] if stats else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def close(self) -> None:
+        """See `base.Trainer.close`."""
+        del self._trained, self._frozen, self._moments
+
+    def _adapters(self, options: TrainOptions, held: _Tensors) -> _Tensors:
+        found: _Tensors = {}
+        adapters = options.adapters
+        if adapters is None:
+            return found
+        for key, names in self._places:
+            if names[0] not in adapters.targets:
+                continue
+            num_out, num_in = held[key].shape[-2:]
+            downs = [adapters.initial_down(name, num_in) for name in names]
+            stacked = held[key].ndim == 3
+            up = np.zeros((len(names), num_out, adapters.rank), np.float32)
+            found[f"down {key}"] = self._put(np.stack(downs) if stacked else downs[0])
+            found[f"up {key}"] = self._put(up if stacked else up[0])
+        return found
+
+    def _put(self, array: np.ndarray) -> jax.Array:
+        """A tensor on the devices: matrices in parts along their output features, where these divide."""
+        axis = array.ndim - 2
+        splits = array.ndim > 1 and array.shape[axis] % self._mesh.size == 0
+        spec = P(*(None,) * axis, "rows") if splits else P()
+        return jax.device_put(array, NamedSharding(self._mesh, spec))
+
+    def _rows(self, batch: TrainBatch) -> Rows:
+        """A batch on the devices, filled up with rows of padding to a multiple of their number."""
+        cos, sin = (table[batch.positions] for table in self._rotation)
+        arrays = (batch.tokens, batch.targets, batch.learned, batch.documents, cos, sin)
+        missing = -len(batch.tokens) % self._mesh.size
+        padded = [np.pad(array, [(0, missing)] + [(0, 0)] * (array.ndim - 1)) for array in arrays]
+        return Rows(*jax.device_put(padded, NamedSharding(self._mesh, P("rows"))))
+
+
+class _Places:
+    """Where each tensor of the checkpoint lies: like layers are stacked, as `trainable` says."""
+
+    def __init__(self, weights: ModelWeights, options: TrainOptions) -> None:
+        num_layers = weights.config.num_layers
+        targets = options.adapters.targets if options.adapters else frozenset[str]()
+        suffixes: dict[int, list[str]] = {
+            layer: [
+                name.removeprefix(layer_prefix(layer))
+                for name in weights.shapes
+                if name.startswith(layer_prefix(layer))
+            ]
+            for layer in range(num_layers)
+        }
+
+        def structure(layer: int) -> list[Any]:
+            names = [layer_prefix(layer) + suffix for suffix in suffixes[layer]]
+            return [(options.schemes.get(name), name in targets) for name in names]
+
+        self._names: dict[str, list[str]] = {
+            name: [name] for name in weights.shapes if not name.startswith("model.layers.")
+        }
+        self.num_segments = 0
+        for _, like in groupby(range(num_layers), structure):
+            layers = list(like)
+            for suffix in suffixes[layers[0]]:
+                self._names[f"{self.num_segments} {suffix}"] = [layer_prefix(layer) + suffix for layer in layers]
+            self.num_segments += 1
+        self._found = {name: (key, at) for key, names in self._names.items() for at, name in enumerate(names)}
+
+    def __iter__(self) -> Any:
+        return iter(self._names.items())
+
+    def find(self, name: str) -> tuple[str, int | None]:
+        """The key of a tensor, and its place in the stack, if it lies in one."""
+        key, at = self._found[name]
+        return key, None if key == name else at
+
+    def stack(self, names: Sequence[str], weights: ModelWeights) -> np.ndarray:
+        """Tensors of a checkpoint as one float32 array."""
+        arrays = [np.asarray(weights[name], np.float32) for name in names]
+        return np.stack(arrays) if self._found[names[0]][0] != names[0] else arrays[0]
+
+    def unstack(self, held: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:
+        """Arrays under their names in a state: ``weight NAME``, ``down NAME`` or ``up NAME``."""
+        found = {}
+        for key, array in held.items():
+            part, inner = _split(key)
+            for at, name in enumerate(self._names[inner]):
+                found[f"{part} {name}"] = np.array(array[at] if inner != name else array)
+        return found
+
+    def restack(self, key: str, prefix: str, state: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Undo `unstack` for one key."""
+        part, inner = _split(key)
+        arrays = [state[f"{prefix}{part} {name}"] for name in self._names[inner]]
+        return np.stack(arrays) if self._names[inner][0] != inner else arrays[0]
+
+
+def _split(key: str) -> tuple[str, str]:
+    part, _, inner = key.partition(" ")
+    return (part, inner) if part in ("down", "up") else ("weight", key)
+
+
+def _is_matrix(key: str) -> bool:
+    return not key.endswith((".bias", "norm.weight"))
+
+
+@partial(jax.jit, static_argnames=("spec", "quantized"))
+def _losses(spec: Spec, trained: _Tensors, frozen: _Tensors, rows: Rows, quantized: bool) -> jax.Array:
+    return nats(spec, {**frozen, **trained}, rows, quantized=quantized)
+
+
+@partial(jax.jit, static_argnames=("spec", "quantized"))
+def _gradients(
+    spec: Spec, trained: _Tensors, frozen: _Tensors, rows: Rows, total: int, quantized: bool
+) -> tuple[jax.Array, _Tensors]:
+    """Sum of losses, and the gradient of their mean over all batches of the step."""
+
+    def loss(trained: _Tensors) -> tuple[jax.Array, jax.Array]:
+        found = jnp.sum(nats(spec, {**frozen, **trained}, rows, quantized=quantized))
+        return found / total, found
+
+    grads, found = jax.grad(loss, has_aux=True)(trained)
+    return found, grads
+
+
+@partial(jax.jit, donate_argnums=0)
+def _add(grads: _Tensors, more: _Tensors) -> _Tensors:
+    return jax.tree.map(jnp.add, grads, more)
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=(1, 2))
+def _update(
+    optimizer: optax.GradientTransformation,
+    trained: _Tensors,
+    moments: Any,
+    grads: _Tensors,
+    learning_rate: float,
+    clip: float,
+) -> tuple[_Tensors, Any, jax.Array]:
+    norm = jnp.sqrt(sum(jnp.vdot(grad, grad) for grad in jax.tree.leaves(grads)))
+    grads = jax.tree.map(lambda grad: grad * jnp.minimum(1.0, clip / (norm + 1e-6)), grads)
+    updates, moments = optimizer.update(grads, moments, trained)
+    return jax.tree.map(lambda weight, update: weight - learning_rate * update, trained, updates), moments, norm
+
+
+_merged = jax.jit(merged, static_argnames="factor")

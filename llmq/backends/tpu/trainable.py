@@ -1,0 +1,210 @@
+"""The decoder as it is trained: float32 master weights, seen by the forward pass on their grids.
+
+    forward   w  ->  dequantize(quantize(w))  rounded once to the compute type
+    backward  the gradient as it is, but 0 where the code was clipped (`llmq.quant.gradient`)
+
+Weights are a dictionary by their names in the checkpoint; those of a segment of like layers lie stacked
+under the name without the layer, behind the segment's number.
+
+Shape letters: B rows, N tokens of each, D hidden, K kv heads, R query heads of each, h head size,
+O output features, I input features, V vocabulary.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from llmq.backends.tpu.model import precision
+from llmq.config import Scheme
+from llmq.model.config import ModelConfig
+from llmq.model.names import EMBEDDING, FINAL_NORM, LM_HEAD
+from llmq.quant import dequantize, quantize
+from llmq.quant.gradient import is_clipped
+
+Tensors = Mapping[str, jax.Array]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a compiled step depends on beside arrays.
+
+    Attributes:
+        config: The model.
+        dtype: Compute type.
+        schemes: Key of a matrix -> its grid; hashable.
+        num_segments: Of like layers.
+        factor: Of adapters; 0 where there are none.
+        recompute: Recompute the activations of a layer in the backward pass.
+    """
+
+    config: ModelConfig
+    dtype: str
+    schemes: tuple[tuple[str, Scheme], ...]
+    num_segments: int
+    factor: float
+    recompute: bool
+
+
+class Rows(NamedTuple):
+    """A batch on the device.
+
+    Attributes:
+        tokens_BN, targets_BN: int32.
+        learned_BN: bool.
+        documents_BN: int32, 0 for padding.
+        cos_BNh, sin_BNh: Rotation of each token, `[B, N, h / 2]`.
+    """
+
+    tokens_BN: jax.Array
+    targets_BN: jax.Array
+    learned_BN: jax.Array
+    documents_BN: jax.Array
+    cos_BNh: jax.Array
+    sin_BNh: jax.Array
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def straight_through(master_OI: jax.Array, scheme: Scheme, dtype: str) -> jax.Array:
+    """A weight on its grid, with the gradient of the master weight behind it.
+
+    Args:
+        master_OI: float32.
+        scheme: The grid.
+        dtype: Compute type.
+
+    Returns:
+        `[O, I]` in the compute type.
+    """
+    return dequantize(quantize(master_OI, scheme), dtype)
+
+
+def _forward(master_OI: jax.Array, scheme: Scheme, dtype: str) -> tuple[jax.Array, jax.Array]:
+    codes = quantize(master_OI, scheme)
+    return dequantize(codes, dtype), is_clipped(master_OI, codes)
+
+
+def _backward(_scheme: Scheme, _dtype: str, clipped_OI: jax.Array, grad_OI: jax.Array) -> tuple[jax.Array]:
+    return (jnp.where(clipped_OI, 0.0, grad_OI.astype(jnp.float32)),)
+
+
+straight_through.defvjp(_forward, _backward)
+
+
+def merged(weight_OI: jax.Array, down_RI: jax.Array, up_OR: jax.Array, factor: float) -> jax.Array:
+    """A weight with its adapter added, the same bits wherever it is computed."""
+    with precision("float32"):
+        return lax.optimization_barrier(weight_OI + factor * (up_OR @ down_RI))
+
+
+def nats(spec: Spec, tensors: Tensors, rows: Rows, *, quantized: bool) -> jax.Array:
+    """Loss of every row.
+
+    Args:
+        spec: The model.
+        tensors: Master weights, and adapters.
+        rows: The batch.
+        quantized: Whether the forward pass sees weights on their grids.
+
+    Returns:
+        float32 `[B]`, the sum over learned tokens.
+    """
+    schemes = dict(spec.schemes) if quantized else {}
+
+    def seen(held: Tensors, key: str, scheme: Scheme | None) -> jax.Array:
+        weight = held[key]
+        if f"up {key}" in held:
+            weight = merged(weight, held[f"down {key}"], held[f"up {key}"], spec.factor)
+        return straight_through(weight, scheme, spec.dtype) if scheme else weight.astype(spec.dtype)
+
+    with precision(spec.dtype):
+        x_BND = seen(tensors, EMBEDDING, schemes.get(EMBEDDING))[rows.tokens_BN]
+        for segment in range(spec.num_segments):
+            at = f"{segment} "
+            stacked = {_without(key, at): array for key, array in tensors.items() if at in key}
+            mine = {_without(key, at): scheme for key, scheme in schemes.items() if at in key}
+
+            def layer(x: jax.Array, held: Tensors, mine: Mapping[str, Scheme] = mine) -> tuple[jax.Array, None]:
+                see = {key: seen(held, key, mine.get(key)) for key in held if not key.startswith(("up ", "down "))}
+                return _layer(spec.config, see, x, rows), None
+
+            x_BND, _ = lax.scan(jax.checkpoint(layer) if spec.recompute else layer, x_BND, stacked)
+        x_BND = _norm(x_BND, tensors[FINAL_NORM], spec.config.norm_eps)
+        head = EMBEDDING if spec.config.tie_embeddings else LM_HEAD
+        return _row_nats(x_BND, seen(tensors, head, schemes.get(head)), rows)
+
+
+def _without(key: str, at: str) -> str:
+    """A key without its segment, which stands behind an adapter's part."""
+    return key.replace(at, "", 1)
+
+
+def _layer(config: ModelConfig, see: Tensors, x_BND: jax.Array, rows: Rows) -> jax.Array:
+    def linear(name: str, x_BNI: jax.Array) -> jax.Array:
+        y_BNO = x_BNI @ see[f"{name}.weight"].T
+        bias = see.get(f"{name}.bias")
+        return y_BNO if bias is None else y_BNO + bias.astype(y_BNO.dtype)
+
+    def heads(part: str) -> jax.Array:
+        x = linear(f"self_attn.{part}_proj", normed_BND)
+        x = x.reshape(*x.shape[:2], -1, config.head_dim)
+        norm = see.get(f"self_attn.{part}_norm.weight")
+        return x if norm is None else _norm(x, norm, config.norm_eps)
+
+    normed_BND = _norm(x_BND, see["input_layernorm.weight"], config.norm_eps)
+    q_BNHh, k_BNKh = (_rotate(heads(part), rows) for part in "qk")
+    attended_BND = _attend(config, q_BNHh, k_BNKh, heads("v"), rows.documents_BN)
+    x_BND = x_BND + linear("self_attn.o_proj", attended_BND)
+    normed_BND = _norm(x_BND, see["post_attention_layernorm.weight"], config.norm_eps)
+    gated = jax.nn.silu(linear("mlp.gate_proj", normed_BND)) * linear("mlp.up_proj", normed_BND)
+    return x_BND + linear("mlp.down_proj", gated)
+
+
+def _attend(
+    config: ModelConfig, q_BNHh: jax.Array, k_BNKh: jax.Array, v_BNKh: jax.Array, documents_BN: jax.Array
+) -> jax.Array:
+    """Causal attention within documents; padding sees padding."""
+    num_tokens = documents_BN.shape[1]
+    back_NN = jnp.arange(num_tokens)[:, None] - jnp.arange(num_tokens)
+    visible_NN = back_NN >= 0
+    if config.sliding_window is not None:
+        visible_NN &= back_NN < config.sliding_window
+    visible_BNN = visible_NN & (documents_BN[:, :, None] == documents_BN[:, None, :])
+    q_BNKRh = q_BNHh.reshape(*k_BNKh.shape[:3], -1, config.head_dim) * jnp.asarray(config.head_dim**-0.5, q_BNHh.dtype)
+    scores_BKRNn = jnp.einsum("BNKRh,BnKh->BKRNn", q_BNKRh, k_BNKh, preferred_element_type=jnp.float32)
+    scores_BKRNn = jnp.where(visible_BNN[:, None, None], scores_BKRNn, -jnp.inf)
+    probs_BKRNn = jax.nn.softmax(scores_BKRNn, axis=-1).astype(v_BNKh.dtype)
+    out_BNKRh = jnp.einsum("BKRNn,BnKh->BNKRh", probs_BKRNn, v_BNKh, preferred_element_type=jnp.float32)
+    return out_BNKRh.astype(q_BNHh.dtype).reshape(*documents_BN.shape, -1)
+
+
+def _row_nats(x_BND: jax.Array, head_VD: jax.Array, rows: Rows) -> jax.Array:
+    """One row's logits at a time, in the backward pass as well."""
+
+    @jax.checkpoint
+    def row(part: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+        x_ND, target_N, learned_N = part
+        logits_NV = jnp.einsum("ND,VD->NV", x_ND, head_VD, preferred_element_type=jnp.float32)
+        chosen_N = jnp.take_along_axis(logits_NV, target_N[:, None], axis=-1)[:, 0]
+        return jnp.sum(jnp.where(learned_N, jax.nn.logsumexp(logits_NV, axis=-1) - chosen_N, 0.0))
+
+    return lax.map(row, (x_BND, rows.targets_BN, rows.learned_BN))
+
+
+def _norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """Root-mean-square norm over the last axis, in float32."""
+    wide = x.astype(jnp.float32)
+    scaled = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return (scaled * weight.astype(jnp.float32)).astype(x.dtype)
+
+
+def _rotate(x_BNHh: jax.Array, rows: Rows) -> jax.Array:
+    """Rotate the pairs (j, j + h / 2) of each head, in float32."""
+    first, second = jnp.split(x_BNHh.astype(jnp.float32), 2, axis=-1)
+    cos, sin = rows.cos_BNh[:, :, None], rows.sin_BNh[:, :, None]
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x_BNHh.dtype)
