@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmq.backends.base import ModelOptions
+from llmq.backends.base import ModelOptions, Stream
 from llmq.backends.registry import load_backend
 from llmq.checkpoint.loader import ModelWeights, load_weights
 from llmq.checkpoint.record import read_record
@@ -17,7 +17,8 @@ from llmq.errors import CheckpointError, ConfigError, OutputError
 from llmq.model.names import STAGES, Kind
 from llmq.model.tokenizer import Tokenizer
 from llmq.quant import QTensor
-from llmq.quantize.blocks import QuantizedBlock
+from llmq.quantize import blocks
+from llmq.quantize.blocks import QuantizedBlock, read_block
 from llmq.quantize.data import calibration_sequences
 from llmq.quantize.mixed import plan_mixed, quantize_to_divergence
 from llmq.quantize.options import ALGORITHMS, QuantizeOptions, Target
@@ -132,11 +133,15 @@ def test_changed_settings_do_not_resume(
         run(source, tmp_path / "out", options(text, **changes), config, resume=True)
 
 
-def test_calibration_loses_less_of_the_predictions(source: Path, clean: Path, tmp_path: Path) -> None:
-    nearest = run(source, tmp_path / "rtn", options(None, algorithm="rtn", dataset=None))
-    plain = tmp_path / "convert"
-    convert(plan_conversion(str(source), CONFIG), plain)
-    assert weight_bytes(nearest) == weight_bytes(plain)
+def test_rounding_is_what_convert_does(source: Path, tmp_path: Path) -> None:
+    run(source, tmp_path / "rtn", options(None, algorithm="rtn", dataset=None))
+    convert(plan_conversion(str(source), CONFIG), tmp_path / "convert")
+    assert weight_bytes(tmp_path / "rtn") == weight_bytes(tmp_path / "convert")
+
+
+def test_calibration_loses_less_of_the_predictions(
+    source: Path, text: Path, clean: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     weights = load_weights(str(source))
     tokenizer = Tokenizer.from_files(weights.reader.side_files(), weights.config)
     tokens = calibration_sequences(tokenizer, random_words(seed=1), 20, 48, 0)
@@ -144,20 +149,24 @@ def test_calibration_loses_less_of_the_predictions(source: Path, clean: Path, tm
         weights, ModelOptions(device="cpu", dtype="float32", max_len=48), 1
     )
 
-    def stream(model: ModelWeights):
+    def stream(model: ModelWeights) -> Stream:
         found = calibrator.start(tokens)
         for layer in range(4):
-            prefix = f"model.layers.{layer}."
-            block = {name.removeprefix(prefix): model[name] for name in model if name.startswith(prefix)}
             for stage in range(len(STAGES) + 1):
-                found = calibrator.advance(found, block, stage)
+                found = calibrator.advance(found, read_block(model, layer), stage)
         return found
 
     baseline = stream(weights)
-    calibrated, rounded = (
-        calibrator.divergence(baseline, stream(load_weights(str(path)))) for path in (clean, nearest)
-    )
+
+    def lost(artifact: Path) -> float:
+        return calibrator.divergence(baseline, stream(load_weights(str(artifact))))
+
+    rounded = lost(run(source, tmp_path / "rtn", options(None, algorithm="rtn", dataset=None)))
+    calibrated = lost(clean)
     assert calibrated < 0.3 * rounded
+    assert lost(run(source, tmp_path / "both", options(text, algorithm="awq+gptq"))) < 1.3 * calibrated
+    monkeypatch.setattr(blocks, "CORRECTION", 0.0)
+    assert calibrated < 0.9 * lost(run(source, tmp_path / "uncorrected", options(text)))
 
 
 @pytest.mark.parametrize("algorithm", [name for name in ALGORITHMS if name != "hqq"])
