@@ -135,7 +135,7 @@ class Int8Linear(Linear):
         self._scale_O = to_tensor(qtensor.scale[:, 0]).to(device=device, dtype=dtype)
 
     def _matmul(self, x_MI: Tensor) -> Tensor:
-        return torch._weight_int8pack_mm(x_MI, self._values_OI, self._scale_O)
+        return torch.ops.aten._weight_int8pack_mm(x_MI, self._values_OI, self._scale_O)
 
 
 class SideBySide(Linear):

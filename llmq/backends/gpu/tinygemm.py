@@ -91,5 +91,5 @@ def matmul(x_MI: Tensor, packed: Tensor, group_size: int, scale_zero_GO2: Tensor
         bfloat16 `[M, O]`.
     """
     if x_MI.device.type == "cpu":
-        return torch._weight_int4pack_mm_for_cpu(x_MI, packed, group_size, scale_zero_GO2)
-    return torch._weight_int4pack_mm(x_MI, packed, group_size, scale_zero_GO2)
+        return torch.ops.aten._weight_int4pack_mm_for_cpu(x_MI, packed, group_size, scale_zero_GO2)
+    return torch.ops.aten._weight_int4pack_mm(x_MI, packed, group_size, scale_zero_GO2)

@@ -11,6 +11,7 @@ from llmq.backends.base import ComputeType, ModelOptions, StepResult, TrainBatch
 from llmq.backends.gpu.device import DTYPES, choose_device
 from llmq.backends.gpu.linear import to_tensor
 from llmq.backends.gpu.trainable import Matrix, TrainableDecoder
+from llmq.backends.gpu.world import World, to_numpy, whole
 from llmq.checkpoint.loader import ModelWeights
 
 #: AdamW's moments, by what they are called in a state.
@@ -25,12 +26,12 @@ class TorchTrainer:
         options: How to train it.
     """
 
-    is_main = True
-
     def __init__(self, weights: ModelWeights, options: TrainOptions) -> None:
-        self._device, dtype = choose_device(ModelOptions(device=options.device, dtype=options.dtype))
+        device, dtype = choose_device(ModelOptions(device=options.device, dtype=options.dtype))
         self.dtype: ComputeType = dtype
-        self.device = str(self._device)
+        self._world = World(device)
+        self._device, self.is_main = self._world.device, self._world.rank == 0
+        self.device = f"{self._world.size} x {device}" if self._world.size > 1 else str(device)
         self._clip = options.clip
         self._looking: bool | None = None  # at the grid or not; None when weights have changed since
         self._model = TrainableDecoder(
@@ -41,6 +42,7 @@ class TorchTrainer:
             for matrix in self._model.matrices():
                 if matrix.name in options.adapters.targets:
                     matrix.adapt(options.adapters)
+        self._world.shard(self._model)
         self._trained = self._named_parameters()
         matrices = [p for p in self._trained.values() if p.ndim > 1]
         others = [p for p in self._trained.values() if p.ndim == 1]
@@ -61,9 +63,8 @@ class TorchTrainer:
         total = sum(int(batch.learned.sum()) for batch in batches)
         nats = 0.0
         for batch in batches:
-            rows = self._model.rows(batch)
-            part = self._model.nats(self._model(rows), rows.targets_M).sum()
-            (part / total).backward()
+            part = self._model(self._model.rows(self._world.part(batch))).sum()
+            (part * (self._world.size / total)).backward()  # processes average their gradients
             nats += float(part.detach())
         norm = torch.nn.utils.clip_grad_norm_(self._trained.values(), torch.inf if self._clip is None else self._clip)
         for group in self._optimizer.param_groups:
@@ -71,7 +72,7 @@ class TorchTrainer:
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self._looking = None
-        return StepResult(nats / total, float(norm))
+        return StepResult(self._world.total(nats) / total, float(whole(norm)))
 
     @torch.no_grad()
     def evaluate(self, batch: TrainBatch, *, quantized: bool) -> np.ndarray:
@@ -79,8 +80,7 @@ class TorchTrainer:
         self._look(quantized)
         rows = self._model.rows(batch)
         nats_BN = torch.zeros(rows.learned_BN.shape, dtype=torch.float64)
-        nats_M = self._model.nats(self._model(rows), rows.targets_M)
-        nats_BN[rows.learned_BN.cpu()] = nats_M.double().cpu()
+        nats_BN[rows.learned_BN.cpu()] = self._model(rows).double().cpu()
         return nats_BN.sum(dim=1).numpy()
 
     @torch.no_grad()
@@ -88,24 +88,29 @@ class TorchTrainer:
         """See `base.Trainer.weight`."""
         module, attribute = next((m, a) for key, m, a in self._model.tensors() if key == name)
         if isinstance(module, Matrix) and attribute == "weight":
-            return _numpy(module.merged())
-        return _numpy(getattr(module, attribute))
+            return to_numpy(module.merged(whole))
+        return to_numpy(getattr(module, attribute))
 
     def state(self) -> dict[str, np.ndarray]:
         """See `base.Trainer.state`."""
-        state = {name: _numpy(parameter) for name, parameter in self._trained.items()}
+        state = {name: to_numpy(parameter) for name, parameter in self._trained.items()}
         for name, parameter in self._trained.items():
             for moment, key in _MOMENTS.items():
-                held: Tensor = self._optimizer.state[parameter].get(key, torch.zeros_like(parameter))
-                state[f"{moment} {name}"] = _numpy(held)
+                state[f"{moment} {name}"] = to_numpy(
+                    self._optimizer.state[parameter].get(key, torch.zeros_like(parameter))
+                )
         return state
 
     @torch.no_grad()
     def load_state(self, step: int, state: Mapping[str, np.ndarray]) -> None:
         """See `base.Trainer.load_state`."""
         for name, parameter in self._trained.items():
-            parameter.copy_(to_tensor(state[name]))
-            held = {key: to_tensor(state[f"{moment} {name}"]).to(self._device) for moment, key in _MOMENTS.items()}
+
+            def put(key: str, like: nn.Parameter = parameter) -> Tensor:
+                return self._world.put(like, to_tensor(state[key]))
+
+            parameter.copy_(put(name))
+            held = {key: put(f"{moment} {name}") for moment, key in _MOMENTS.items()}
             self._optimizer.state[parameter] = {"step": torch.tensor(float(step), device=self._device), **held}
         self._looking = None
 
@@ -124,7 +129,3 @@ class TorchTrainer:
             self._looking = quantized
             for matrix in self._model.matrices():
                 matrix.look(quantized)
-
-
-def _numpy(tensor: Tensor) -> np.ndarray:
-    return tensor.detach().cpu().numpy().copy()

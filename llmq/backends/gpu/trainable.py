@@ -4,7 +4,7 @@ Shape letters: B rows, N tokens of each, D hidden, H heads, K kv heads, h head s
 O output features, I input features, R rank, V vocabulary.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -59,6 +59,7 @@ class Matrix(nn.Module):
     Attributes:
         name: Of the tensor in the checkpoint.
         factor: Of the adapter; 0 where there is none.
+        keeps_seen: Whether what the forward pass sees is kept between passes.
     """
 
     def __init__(self, name: str, weight_OI: Tensor, scheme: Scheme | None, dtype: torch.dtype) -> None:
@@ -66,6 +67,7 @@ class Matrix(nn.Module):
         self.name, self.scheme, self.dtype = name, scheme, dtype
         self.weight = nn.Parameter(weight_OI)
         self.factor = 0.0
+        self.keeps_seen = True
         self._quantized = False
         self._seen: Seen | None = None
 
@@ -76,9 +78,11 @@ class Matrix(nn.Module):
         self.up = nn.Parameter(torch.zeros(num_out, adapters.rank, device=self.weight.device))
         self.factor = adapters.alpha / adapters.rank
 
-    def merged(self) -> Tensor:
-        """The master weight, its adapter added: float32 `[O, I]`."""
-        return self.weight + self.factor * (self.up @ self.down) if self.factor else self.weight
+    def merged(self, gather: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Tensor:
+        """The master weight, its adapter added: float32 `[O, I]`; `gather` makes parts whole."""
+        if not self.factor:
+            return gather(self.weight)
+        return gather(self.weight) + self.factor * (gather(self.up) @ gather(self.down))
 
     def look(self, quantized: bool) -> None:
         """Choose whether the forward pass sees the grid; to be called whenever the weight has changed, too."""
@@ -91,9 +95,9 @@ class Matrix(nn.Module):
         recompute activations, share it.
         """
         merged_OI = self.merged()
-        if self._seen is None:
-            self._seen = see(merged_OI.detach(), self.scheme if self._quantized else None, self.dtype)
-        return straight_through(merged_OI, self._seen)
+        seen = self._seen or see(merged_OI.detach(), self.scheme if self._quantized else None, self.dtype)
+        self._seen = seen if self.keeps_seen else None
+        return straight_through(merged_OI, seen)
 
 
 class Linear(Matrix):
@@ -241,19 +245,15 @@ class TrainableDecoder(nn.Module):
         return (visible_NN & (documents_BN[:, :, None] == documents_BN[:, None, :]))[:, None]
 
     def forward(self, rows: Rows) -> Tensor:
-        """What the head reads at the learned tokens, `[M, D]`."""
+        """Loss of every learned token, float32 `[M]`."""
         x_BND = F.embedding(rows.tokens_BN, self.embedding.seen())
         for layer in self.layers:
             if self._recompute and torch.is_grad_enabled():
                 x_BND = checkpoint(layer, x_BND, rows, use_reentrant=False)
             else:
                 x_BND = layer(x_BND, rows)
-        return self.final_norm(x_BND[rows.learned_BN])
-
-    def nats(self, x_MD: Tensor, targets_M: Tensor) -> Tensor:
-        """Loss of every learned token, float32 `[M]`."""
-        weight_VD = self.head.seen()
-        parts = zip(x_MD.split(_HEAD_TOKENS), targets_M.split(_HEAD_TOKENS), strict=True)
+        x_MD, weight_VD = self.final_norm(x_BND[rows.learned_BN]), self.head.seen()
+        parts = zip(x_MD.split(_HEAD_TOKENS), rows.targets_M.split(_HEAD_TOKENS), strict=True)
         return torch.cat([checkpoint(_nats, x, weight_VD, targets, use_reentrant=False) for x, targets in parts])
 
 

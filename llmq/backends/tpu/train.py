@@ -71,11 +71,11 @@ class JaxTrainer:
         self._frozen: _Tensors = held if adapters else {}
         self._rotation = rotary_tables(weights.config, options.max_len)
         self._clip = jnp.inf if options.clip is None else options.clip
-        self._optimizer = optax.chain(
+        self._optimizer: Any = optax.chain(
             optax.scale_by_adam(*options.betas),
             optax.add_decayed_weights(options.weight_decay, {key: _is_matrix(key) for key in self._trained}),
         )
-        self._moments = self._optimizer.init(self._trained)
+        self._moments: Any = self._optimizer.init(self._trained)
 
     def step(self, batches: Sequence[TrainBatch], learning_rate: float, *, quantized: bool) -> StepResult:
         """See `base.Trainer.step`."""
