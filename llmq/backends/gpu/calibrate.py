@@ -9,7 +9,6 @@ Shape letters: M tokens of a chunk, D hidden, I input features of a linear, h he
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import reduce
 from itertools import pairwise
 from typing import TypeVar
 
@@ -96,7 +95,10 @@ class TorchCalibrator:
         """See `base.Calibrator.moments`."""
         pairs = list(zip(left, right, strict=True))
         lanes = self._map(_moments, [pairs[lane::_NUM_LANES] for lane in range(min(_NUM_LANES, len(pairs)))])
-        return np.sum(lanes, axis=0)
+        total, *others = lanes
+        for lane in others:
+            total += lane
+        return total
 
     def divergence(self, baseline: Stream, stream: Stream) -> float:
         """See `base.Calibrator.divergence`."""
@@ -207,5 +209,8 @@ def _attend(q_THh: Tensor, k_TKh: Tensor, v_TKh: Tensor, window: int | None) -> 
 
 def _moments(pairs: Sequence[tuple[Chunk, Chunk]]) -> np.ndarray:
     """Sum of outer products over tokens, `[I, I]` in float64."""
-    products = ((left.inputs_MI.float().T @ right.inputs_MI.float()).double() for left, right in pairs)
-    return np.asarray(reduce(torch.add, products).cpu())
+    num_features, device = pairs[0][0].inputs_MI.shape[1], pairs[0][0].inputs_MI.device
+    total_II = torch.zeros(num_features, num_features, dtype=torch.float64, device=device)
+    for left, right in pairs:
+        total_II += left.inputs_MI.float().T @ right.inputs_MI.float()
+    return total_II.cpu().numpy()
