@@ -120,8 +120,11 @@ def _llguidance_source(grammar: Grammar) -> str:
 
     match grammar.kind:
         case "json_schema":
-            defaults = {"whitespace_pattern": _WHITE_SPACE}
-            return LLMatcher.grammar_from_json_schema(_json_object(grammar.source), defaults)
+            schema, defaults = _json_object(grammar.source), {"whitespace_pattern": _WHITE_SPACE}
+            try:
+                return LLMatcher.grammar_from_json_schema(schema, defaults)
+            except ValueError as err:  # nested too deeply
+                raise ConfigError(f"grammar: is not a valid json_schema ({_reason(str(err))}).") from err
         case "regex":
             return LLMatcher.grammar_from_regex(grammar.source)
         case "lark":

@@ -66,7 +66,7 @@ class TestText:
         assert plain.count(bos) == int(has)
         assert server.tokens(f"{name}Hi").count(bos) == 1
         chat = server.http.post("/tokenize", json={"messages": USER}).json()["tokens"]
-        assert chat.count(bos) == 1 if has else chat.count(bos) <= 1
+        assert chat[:2].count(bos) == 1 if has else chat[:2].count(bos) <= 1  # templates may begin turns with it
         assert server.chat(USER, max_tokens=1)["usage"]["prompt_tokens"] == len(chat)
         assert server.complete(f"{name}Hi", max_tokens=1)["usage"]["prompt_tokens"] == len(server.tokens(f"{name}Hi"))
         if has:

@@ -62,6 +62,7 @@ def test_every_end_token_of_the_model_is_one() -> None:
         ("json_schema", '{"type": "nope"}', "Invalid type: nope"),
         ("json_schema", '{"$ref": "http://example.com/x"}', "is not a valid json_schema"),
         ("json_schema", '{"not":' * 3000 + "{}" + "}" * 3000, "is not a valid json_schema"),
+        ("json_schema", '{"not":' * 400 + "{}" + "}" * 400, "is not a valid json_schema"),
         ("json_schema", '{"type":"integer","multipleOf":1000003,"minimum":1,"maximum":1000000000000}', "fuel"),
     ],
 )
