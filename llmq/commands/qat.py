@@ -99,7 +99,9 @@ def qat(
     command = ["llmq", *sys.argv[1:]]
     with _display(plan.num_steps) as watch:
         outcome = run(plan, target, resume=resume, force=force, command=command, watch=watch)
-    say(_summary(outcome, target))
+    if outcome.record is None:  # another process writes
+        return
+    say(_summary(outcome, outcome.record["result"], target))
     if quantize:
         convert(plan_conversion(str(target), recipe.quantization), artifact, force=force, command=command)
         say(f"quantized into {artifact}")
@@ -108,9 +110,8 @@ def qat(
         print_json({**written, **outcome.record})
 
 
-def _summary(outcome: "Outcome", target: Path) -> str:
+def _summary(outcome: "Outcome", result: Mapping[str, Any], target: Path) -> str:
     loss, quantized = outcome.measured.losses
-    result = outcome.record["result"]
     told = (
         f"{result['codes_changed']:,} of {result['codes']:,} codes changed; held-out loss {loss:.4f}, "
         f"quantized {quantized:.4f} nats a token, in {target}"

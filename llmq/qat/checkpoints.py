@@ -30,15 +30,20 @@ class Checkpoints:
         run: Everything that can change a bit of the result, as JSON values.
         resume: Go on from what the directory holds, rather than start anew.
         keep: Checkpoints to keep, the newest ones.
+        is_main: Whether this process is the one that writes; others only read what was there before.
 
     Raises:
         ConfigError: The directory is of another run.
     """
 
-    def __init__(self, directory: Path, run: Mapping[str, Any], *, resume: bool, keep: int) -> None:
+    def __init__(
+        self, directory: Path, run: Mapping[str, Any], *, resume: bool, keep: int, is_main: bool = True
+    ) -> None:
         self.directory, self._keep = directory, keep
-        if resume and directory.exists():
+        self._is_new = not (resume and directory.exists())
+        if not self._is_new:
             _check_same(directory, json.loads(to_json(run)))
+        if not (self._is_new and is_main):
             return
         if directory.exists():
             shutil.rmtree(directory)
@@ -70,7 +75,7 @@ class Checkpoints:
         Returns:
             Steps done and the state; None where there is none.
         """
-        steps = self._steps()
+        steps = [] if self._is_new else self._steps()
         if not steps:
             return None
         stored, _ = read_header(self._path(steps[-1]))

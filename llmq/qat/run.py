@@ -1,15 +1,14 @@
 """A run of ``llmq qat``: checkpoint and data in, a checkpoint that is ready for its grid out."""
 
 import hashlib
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from llmq.backends.base import Adapters, TrainBatch, TrainOptions
+from llmq.backends.base import Adapters, TrainBatch, Trainer, TrainOptions
 from llmq.backends.registry import select_backend
 from llmq.checkpoint.coverage import TensorPlan, plan_coverage
 from llmq.checkpoint.loader import ModelWeights, load_weights
@@ -57,7 +56,7 @@ class Plan:
         return {row.name: row.scheme for row in self.coverage if row.scheme}
 
     @property
-    def directory_facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, Any]:
         """What must be the same for a run to be resumed."""
         facts = self.recipe.model_dump(mode="json", exclude={"keep", "save_every", "eval_every"})
         sizes = {name: path.stat().st_size for name, path in self.weights.reader.files.items()}
@@ -69,13 +68,13 @@ class Outcome:
     """What a run came to.
 
     Attributes:
-        record: Of the output, as in its ``llmq.json``.
+        record: Of the output, as in its ``llmq.json``; None in processes that write nothing.
         measured: On the held-out rows, in the end.
         baseline: Likewise after training without fake quantization, where that was asked for.
         recovered: The share of that model's loss to rounding that this one does not have.
     """
 
-    record: dict[str, Any]
+    record: dict[str, Any] | None
     measured: Measurement
     baseline: Measurement | None
     recovered: Recovered | None
@@ -171,18 +170,27 @@ def run(
     """
     check_target(output, plan.weights.reader.path, force=force)
     place, recipe = output.resolve(), plan.recipe
-    directory = place.with_name(f"{place.name}.qat")
-    facts = plan.directory_facts
+    plugin, device = select_backend(recipe.backend, recipe.device)
+
+    def trained(plan: Plan, name: str, watch: Watch) -> tuple[Trainer, Checkpoints, Measurement]:
+        trainer = plugin.open_trainer(plan.weights, train_options(plan, device))
+        checkpoints = Checkpoints(
+            place.with_name(name), plan.facts, resume=resume, keep=recipe.keep, is_main=trainer.is_main
+        )
+        measured = train(trainer, plan.recipe, plan.steps, plan.num_steps, plan.held_out, checkpoints, watch)
+        return trainer, checkpoints, measured
+
+    finished: list[Checkpoints] = []
     baseline = None
-    checkpoints = Checkpoints(directory, facts, resume=resume, keep=recipe.keep)
     if recipe.baseline:
         plain = recipe.model_copy(update={"fake_quant_after_n_steps": plan.num_steps})
-        baseline = _baseline(
-            plan, plain, Checkpoints(directory / "baseline", facts, resume=resume, keep=recipe.keep), watch
+        trainer, checkpoints, baseline = trained(
+            replace(plan, recipe=plain), f"{place.name}.qat-baseline", lambda event: watch({**event, "baseline": True})
         )
-    plugin, device = select_backend(recipe.backend, recipe.device)
-    trainer = plugin.open_trainer(plan.weights, train_options(plan, device))
-    measured = train(trainer, recipe, plan.steps, plan.num_steps, plan.held_out, checkpoints, watch)
+        trainer.close()
+        finished.append(checkpoints)
+    trainer, checkpoints, measured = trained(plan, f"{place.name}.qat", watch)
+    finished.append(checkpoints)
     gain = _recovered(baseline, measured) if baseline else None
     result = {
         "eval_loss": measured.losses[0],
@@ -197,35 +205,18 @@ def run(
         "device": trainer.device,
         "dtype": trainer.dtype,
     }
-    metrics = (directory / METRICS).read_bytes()
-    record = write_checkpoint(output, trainer, plan.weights, recipe, plan.schemes, metrics, result, command)
+    record = None
+    if trainer.is_main:
+        metrics = (checkpoints.directory / METRICS).read_bytes()
+        record = write_checkpoint(output, trainer, plan.weights, recipe, plan.schemes, metrics, result, command)
+    else:
+        for name in plan.weights.shapes:  # every process takes part in gathering a weight
+            trainer.weight(name)
     trainer.close()
-    checkpoints.remove()
+    if trainer.is_main:
+        for checkpoints in finished:
+            checkpoints.remove()
     return Outcome(record, measured, baseline, gain)
-
-
-def _baseline(plan: Plan, recipe: Recipe, checkpoints: Checkpoints, watch: Watch) -> Measurement:
-    """Train the same without fake quantization, and measure; an interrupted run does so once."""
-    kept = checkpoints.directory / "measured.json"
-    if kept.exists():
-        return Measurement(**{name: np.asarray(values) for name, values in json.loads(kept.read_bytes()).items()})
-    plugin, device = select_backend(recipe.backend, recipe.device)
-    trainer = plugin.open_trainer(plan.weights, train_options(plan, device))
-    found = train(
-        trainer,
-        recipe,
-        plan.steps,
-        plan.num_steps,
-        plan.held_out,
-        checkpoints,
-        lambda event: watch({**event, "baseline": True}),
-    )
-    trainer.close()
-    values = {"nats": found.nats, "quantized_nats": found.quantized_nats, "num_tokens": found.num_tokens}
-    staged = kept.with_suffix(".partial")
-    staged.write_text(json.dumps({name: array.tolist() for name, array in values.items()}))
-    staged.replace(kept)
-    return found
 
 
 def train_options(plan: Plan, device: str | None) -> TrainOptions:

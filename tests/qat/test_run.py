@@ -56,7 +56,9 @@ def recipe(model: Path, text: Path, **changes: Any) -> Recipe:
 
 
 def trained(recipe: Recipe, output: Path, **options: Any) -> Outcome:
-    return run(plan_run(recipe), output, **options)
+    outcome = run(plan_run(recipe), output, **options)
+    assert outcome.record == json.loads((output / "llmq.json").read_bytes())
+    return outcome
 
 
 def weights_of(path: Path) -> dict[str, np.ndarray]:

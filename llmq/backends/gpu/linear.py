@@ -17,6 +17,10 @@ from torch import Tensor
 from llmq.backends.gpu import tinygemm
 from llmq.quant import QTensor, dequantize
 
+#: Rows from which a dense product with a weight dequantized for it beats the kernel, on a CPU with
+#: AVX512 (`benchmarks/crossover.py`). Fewer on every side of it: rows of a decoding step.
+_DENSE_FROM = {4: 128, 8: 32}
+
 
 def to_tensor(array: np.ndarray) -> Tensor:
     """A NumPy array as a torch tensor; bfloat16 goes by its bits.
@@ -112,8 +116,11 @@ class Int4Linear(Linear):
         zero = np.zeros_like(qtensor.scale) if qtensor.zero is None else qtensor.zero
         scale_zero_OG2 = np.repeat(np.stack([qtensor.scale, zero], axis=-1), qtensor.group_size // group_size, axis=1)
         self._scale_zero_GO2 = to_tensor(scale_zero_OG2.transpose(1, 0, 2)).to(device)
+        self._unpacks = tinygemm.can_unpack(device.type) and qtensor.shape[0] % 64 == 0
 
     def _matmul(self, x_MI: Tensor) -> Tensor:
+        if self._unpacks and len(x_MI) >= _DENSE_FROM[4]:
+            return x_MI @ tinygemm.dequantize(self._packed, self._group_size, self._scale_zero_GO2)
         return tinygemm.matmul(x_MI, self._packed, self._group_size, self._scale_zero_GO2)
 
 
@@ -135,6 +142,8 @@ class Int8Linear(Linear):
         self._scale_O = to_tensor(qtensor.scale[:, 0]).to(device=device, dtype=dtype)
 
     def _matmul(self, x_MI: Tensor) -> Tensor:
+        if len(x_MI) >= _DENSE_FROM[8]:
+            return F.linear(x_MI, self._values_OI.to(x_MI.dtype)).mul_(self._scale_O)
         return torch.ops.aten._weight_int8pack_mm(x_MI, self._values_OI, self._scale_O)
 
 

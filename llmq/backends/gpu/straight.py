@@ -98,24 +98,33 @@ def see(master_OI: Tensor, scheme: Scheme | None, dtype: torch.dtype) -> Seen:
 
 
 def _see_piece(weight_OGg: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
-    low_OG, high_OG = torch.aminmax(weight_OGg, dim=-1)
+    low_OG, high_OG = weight_OGg.amin(-1), weight_OGg.amax(-1)  # eight times as fast as aminmax
     scale_OG, zero_OG, constant_OG = choose_scale_zero(low_OG, high_OG, scheme)
     if scale_OG.min() < _SUBNORMALS_MATTER_BELOW:
         weight_OGg = flush(torch, weight_OGg)
-    scale_OG1 = scale_OG[..., None]
-    offset = weight_OGg if zero_OG is None else weight_OGg - zero_OG[..., None]
-    steps = offset * (1.0 / scale_OG)[..., None]
-    codes = steps.round().clamp_(scheme.qmin, scheme.qmax)
-    codes.masked_fill_(constant_OG[..., None], 0.0)
-    doubtful = (steps.sub_(codes).abs_() > _CERTAIN).view(-1).nonzero()[:, 0]
-    doubtful = doubtful[~constant_OG.view(-1)[doubtful // codes.shape[-1]]]
-    group = doubtful // codes.shape[-1]
-    scale, offsets, guess = scale_OG.view(-1)[group], offset.reshape(-1)[doubtful], codes.view(-1)[doubtful]
-    settled = guess + step(torch, guess, offsets - guess * scale, scale * 0.5)
+    offset_OGg = weight_OGg if zero_OG is None else weight_OGg - zero_OG[..., None]
+    steps_OGg = offset_OGg * (1.0 / scale_OG)[..., None]
+    codes_OGg = steps_OGg.round().clamp_(scheme.qmin, scheme.qmax)
+    error_OGg = steps_OGg.sub_(codes_OGg).abs_()
+    if constant_OG.any():
+        for array in (codes_OGg, error_OGg):
+            array.masked_fill_(constant_OG[..., None], 0.0)
+    doubtful = _indices_above(error_OGg, _CERTAIN)
+    scale = scale_OG.view(-1)[doubtful // codes_OGg.shape[-1]]
+    offset, guess = offset_OGg.reshape(-1)[doubtful], codes_OGg.view(-1)[doubtful]
+    settled = guess + step(torch, guess, offset - guess * scale, scale * 0.5)
     settled.clamp_(scheme.qmin, scheme.qmax)
-    codes.view(-1)[doubtful] = settled
-    beyond = step(torch, settled, offsets - settled * scale, scale * 0.5) != 0.0
-    seen_OGg = codes.mul_(scale_OG1)
+    codes_OGg.view(-1)[doubtful] = settled
+    beyond = step(torch, settled, offset - settled * scale, scale * 0.5) != 0.0
+    seen_OGg = codes_OGg.mul_(scale_OG[..., None])
     if zero_OG is not None:
-        seen_OGg = seen_OGg.add_(zero_OG[..., None])
+        seen_OGg.add_(zero_OG[..., None])
     return seen_OGg, doubtful[beyond]
+
+
+def _indices_above(array_OGg: Tensor, bound: float) -> Tensor:
+    """Flat indices of the elements over a bound, ascending; most groups have none."""
+    groups = (array_OGg.amax(-1).view(-1) > bound).nonzero()[:, 0]
+    group_size = array_OGg.shape[-1]
+    row, column = (array_OGg.view(-1, group_size)[groups] > bound).nonzero(as_tuple=True)
+    return groups[row] * group_size + column
