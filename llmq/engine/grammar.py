@@ -120,9 +120,9 @@ def _llguidance_source(grammar: Grammar) -> str:
 
     match grammar.kind:
         case "json_schema":
-            schema, defaults = _json_object(grammar.source), {"whitespace_pattern": _WHITE_SPACE}
+            schema = _json_object(grammar.source)
             try:
-                return LLMatcher.grammar_from_json_schema(schema, defaults)
+                return LLMatcher.grammar_from_json_schema(schema, {"whitespace_pattern": _WHITE_SPACE})
             except ValueError as err:  # nested too deeply
                 raise ConfigError(f"grammar: is not a valid json_schema ({_reason(str(err))}).") from err
         case "regex":

@@ -33,7 +33,7 @@ def measure(model: Path, backend: str, task: str, limit: int, data_dir: Path) ->
             base_url=server.base_url + COMPLETIONS, model="m", tokenizer_backend="remote", batch_size=4
         )
         outside = tasks.run(client)
-    return [_loglikelihoods(samples[task]) for samples in (inside.samples, outside.samples)]  # pyright: ignore
+    return [_loglikelihoods(samples[task]) for samples in (inside.samples, outside.samples)]
 
 
 def _loglikelihoods(samples: list) -> list[float]:
