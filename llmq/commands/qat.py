@@ -34,6 +34,9 @@ def qat(
     lora_rank: Annotated[int | None, typer.Option("--lora-rank", help="Train adapters of this rank, and merge them in the end. Default: train every weight.", show_default=False)] = None,
     lora_alpha: Annotated[float | None, typer.Option("--lora-alpha", help="Adapters are weighed by this over the rank. Default: 16.", show_default=False)] = None,
     lora_targets: Annotated[list[str] | None, typer.Option("--lora-targets", help="Linears with an adapter, as q_proj. Repeatable. Default: all.", show_default=False)] = None,
+    teacher: Annotated[str | None, typer.Option("--teacher", help="Learn from the predictions of this unquantized model as well.", show_default=False)] = None,
+    kd_weight: Annotated[float | None, typer.Option("--kd-weight", help="Weight of the divergence from the teacher in the loss. Default: 0.5.", show_default=False)] = None,
+    kd_temperature: Annotated[float | None, typer.Option("--kd-temperature", help="Divides the logits of both. Default: 1.", show_default=False)] = None,
     epochs: Annotated[int | None, typer.Option("--epochs", help="Passes over the data. Default: 1.", show_default=False)] = None,
     max_steps: Annotated[int | None, typer.Option("--max-steps", help="Stop after so many steps.", show_default=False)] = None,
     batch_size: Annotated[int | None, typer.Option("--batch-size", help="Rows computed together. Default: 2.", show_default=False)] = None,
@@ -66,12 +69,15 @@ def qat(
     from llmq.errors import ConfigError
     from llmq.qat.recipe import Recipe, read_recipe, write_recipe
 
-    lora = {"rank": lora_rank, "alpha": lora_alpha, "targets": lora_targets}
     given = {name: ctx.params[name] for name in Recipe.model_fields if ctx.params.get(name) is not None}
-    if quantization := options.named_fields(ctx):
-        given["quantization"] = quantization
-    if adapters := {name: value for name, value in lora.items() if value is not None}:
-        given["lora"] = adapters
+    parts = {
+        "quantization": options.named_fields(ctx),
+        "lora": {"rank": lora_rank, "alpha": lora_alpha, "targets": lora_targets},
+        "distillation": {"teacher": teacher, "weight": kd_weight, "temperature": kd_temperature},
+    }
+    for part, fields in parts.items():
+        if named := {name: value for name, value in fields.items() if value is not None}:
+            given[part] = named
     recipe = read_recipe(config, **given)
     if print_config:
         if as_json:

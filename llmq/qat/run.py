@@ -230,7 +230,7 @@ def train_options(plan: Plan, device: str | None) -> TrainOptions:
         Its options.
 
     Raises:
-        ConfigError: An adapter's target matches no linear.
+        LlmqError: An adapter's target matches no linear, or the teacher does not fit.
     """
     recipe = plan.recipe
     return TrainOptions(
@@ -243,7 +243,28 @@ def train_options(plan: Plan, device: str | None) -> TrainOptions:
         weight_decay=recipe.weight_decay,
         clip=recipe.clip,
         recompute=recipe.activation_checkpointing,
+        **_lessons(plan),
     )
+
+
+def _lessons(plan: Plan) -> dict[str, Any]:
+    wanted = plan.recipe.distillation
+    if wanted is None:
+        return {}
+    teacher = load_weights(wanted.teacher)
+    if teacher.quantization is not None:
+        raise AlreadyQuantizedError(f"{wanted.teacher}: is an artifact; a teacher is an unquantized checkpoint.")
+    sizes = teacher.config.vocab_size, plan.weights.config.vocab_size
+    if sizes[0] != sizes[1]:
+        raise ConfigError(
+            f"distillation.teacher={wanted.teacher!r}: has a vocabulary of {sizes[0]}, the model one of {sizes[1]}; "
+            "give a model of the same family."
+        )
+    if plan.recipe.seq_len > teacher.config.max_positions:
+        raise ConfigError(
+            f"seq_len={plan.recipe.seq_len}: must be at most the teacher's context, {teacher.config.max_positions}."
+        )
+    return {"teacher": teacher, "kd_weight": wanted.weight, "kd_temperature": wanted.temperature}
 
 
 def _adapters(plan: Plan) -> Adapters | None:

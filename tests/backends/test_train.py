@@ -227,3 +227,32 @@ def test_adapters_are_seen_merged(backend: str, tmp_path: Path) -> None:
         trainer.evaluate(batch, quantized=True),
     )
     assert all(name.split()[-1] in targets for name in trainer.state())
+
+
+def test_a_teacher_is_learned_from(backend: str, weights: ModelWeights, tmp_path: Path) -> None:
+    """Its own model has nothing to learn from it, and another comes nearer to it."""
+    teacher, batch = tiny(tmp_path, tie_word_embeddings=True), one_document()
+    alone = open_trainer(backend, teacher, teacher=teacher, kd_weight=1.0, kd_temperature=2.0)
+    found = alone.step([batch], 0.0, quantized=False)
+    assert abs(found.loss) < 1e-6
+    assert found.grad_norm < 1e-3
+    pupil = open_trainer(backend, weights, teacher=teacher, kd_weight=1.0)
+    losses = [pupil.step([batch], 1e-3, quantized=False).loss for _ in range(3)]
+    assert losses[2] < losses[1] < losses[0]
+    shares = [
+        open_trainer(backend, weights, teacher=teacher, kd_weight=share).step([batch], 0.0, quantized=False).loss
+        for share in (0.25, 1.0)
+    ]
+    plain = open_trainer(backend, weights).step([batch], 0.0, quantized=False).loss
+    assert shares[0] == pytest.approx(0.75 * plain + 0.25 * shares[1], rel=1e-5)
+    assert losses[0] == pytest.approx(expected_divergence(teacher, weights, batch), rel=1e-5)
+
+
+def expected_divergence(teacher: ModelWeights, weights: ModelWeights, batch: TrainBatch) -> float:
+    """Mean of KL(teacher || model), by the reference."""
+    parts = []
+    for tokens in batch.tokens:
+        ours, theirs = (reference.forward(model, tokens.tolist()).astype(np.float64) for model in (weights, teacher))
+        ours, theirs = (logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True) for logits in (ours, theirs))
+        parts.append((np.exp(theirs) * (theirs - ours)).sum(axis=-1))
+    return float(np.mean(parts))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from llmq.backends.base import ComputeType, ModelOptions, StepResult, TrainBatch, TrainOptions
 from llmq.backends.gpu.device import DTYPES, choose_device
 from llmq.backends.gpu.linear import to_tensor
-from llmq.backends.gpu.trainable import Matrix, TrainableDecoder
+from llmq.backends.gpu.trainable import Matrix, Rows, Taught, TrainableDecoder
 from llmq.backends.gpu.world import World, to_numpy, whole
 from llmq.checkpoint.loader import ModelWeights
 
@@ -37,6 +37,12 @@ class TorchTrainer:
         self._model = TrainableDecoder(
             weights, options.schemes, options.max_len, self._device, DTYPES[dtype], recompute=options.recompute
         )
+        self._teacher = self._lessons = None
+        if options.teacher is not None:
+            self._lessons = (options.kd_weight, options.kd_temperature)
+            own = DTYPES[dtype]
+            self._teacher = TrainableDecoder(options.teacher, {}, options.max_len, self._device, own, master=own)
+            self._teacher.requires_grad_(False)
         if options.adapters is not None:
             self._model.requires_grad_(False)
             for matrix in self._model.matrices():
@@ -63,7 +69,8 @@ class TorchTrainer:
         total = sum(int(batch.learned.sum()) for batch in batches)
         nats = 0.0
         for batch in batches:
-            part = self._model(self._model.rows(self._world.part(batch))).sum()
+            rows = self._model.rows(self._world.part(batch))
+            part = self._model(rows, self._taught(rows)).sum()
             (part * (self._world.size / total)).backward()  # processes average their gradients
             nats += float(part.detach())
         norm = torch.nn.utils.clip_grad_norm_(self._trained.values(), torch.inf if self._clip is None else self._clip)
@@ -73,6 +80,12 @@ class TorchTrainer:
         self._optimizer.zero_grad(set_to_none=True)
         self._looking = None
         return StepResult(self._world.total(nats) / total, float(whole(norm)))
+
+    @torch.no_grad()
+    def _taught(self, rows: Rows) -> Taught | None:
+        if self._teacher is None or self._lessons is None:
+            return None
+        return Taught(self._teacher.hidden(rows), self._teacher.head.seen(), *self._lessons)
 
     @torch.no_grad()
     def evaluate(self, batch: TrainBatch, *, quantized: bool) -> np.ndarray:
@@ -122,7 +135,7 @@ class TorchTrainer:
 
     def close(self) -> None:
         """See `base.Trainer.close`."""
-        del self._model, self._optimizer, self._trained
+        del self._model, self._optimizer, self._trained, self._teacher
 
     def _look(self, quantized: bool) -> None:
         if self._looking != quantized:

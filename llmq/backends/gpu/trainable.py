@@ -47,6 +47,23 @@ class Rows:
     sin_BN1h: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Taught:
+    """What a teacher makes of a batch.
+
+    Attributes:
+        x_MD: What its head reads at the learned tokens.
+        weight_VD: Its head.
+        share: Of the divergence from it in the loss.
+        temperature: Divides the logits of both.
+    """
+
+    x_MD: Tensor
+    weight_VD: Tensor
+    share: float
+    temperature: float
+
+
 class Matrix(nn.Module):
     """A master weight, with an adapter where it has one.
 
@@ -180,6 +197,7 @@ class TrainableDecoder(nn.Module):
         device: Where.
         dtype: Compute type.
         recompute: Recompute the activations of a layer in the backward pass.
+        master: Type of master weights.
     """
 
     def __init__(
@@ -191,9 +209,10 @@ class TrainableDecoder(nn.Module):
         dtype: torch.dtype,
         *,
         recompute: bool = False,
+        master: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
-        loader = _Loader(weights, schemes, device, dtype)
+        loader = _Loader(weights, schemes, device, dtype, master)
         self.config = config = weights.config
         self._device, self._recompute = device, recompute
         self.embedding = loader.linear(EMBEDDING.removesuffix(".weight"))
@@ -244,29 +263,50 @@ class TrainableDecoder(nn.Module):
             visible_NN &= back_NN < self.config.sliding_window
         return (visible_NN & (documents_BN[:, :, None] == documents_BN[:, None, :]))[:, None]
 
-    def forward(self, rows: Rows) -> Tensor:
-        """Loss of every learned token, float32 `[M]`."""
+    def hidden(self, rows: Rows) -> Tensor:
+        """What the head reads at the learned tokens, `[M, D]`."""
         x_BND = F.embedding(rows.tokens_BN, self.embedding.seen())
         for layer in self.layers:
             if self._recompute and torch.is_grad_enabled():
                 x_BND = checkpoint(layer, x_BND, rows, use_reentrant=False)
             else:
                 x_BND = layer(x_BND, rows)
-        x_MD, weight_VD = self.final_norm(x_BND[rows.learned_BN]), self.head.seen()
-        parts = zip(x_MD.split(_HEAD_TOKENS), rows.targets_M.split(_HEAD_TOKENS), strict=True)
-        return torch.cat([checkpoint(_nats, x, weight_VD, targets, use_reentrant=False) for x, targets in parts])
+        return self.final_norm(x_BND[rows.learned_BN])
+
+    def forward(self, rows: Rows, taught: Taught | None = None) -> Tensor:
+        """Loss of every learned token, float32 `[M]`; from the data and, where there is one, a teacher."""
+        x_MD, weight_VD = self.hidden(rows), self.head.seen()
+        losses = []
+        for start in range(0, len(x_MD), _HEAD_TOKENS):
+            part = slice(start, start + _HEAD_TOKENS)
+            given = (x_MD[part], weight_VD, rows.targets_M[part], taught, part)
+            losses.append(checkpoint(_losses, *given, use_reentrant=False))
+        return torch.cat(losses) if losses else x_MD.sum(dim=1)
 
 
-def _nats(x_MD: Tensor, weight_VD: Tensor, targets_M: Tensor) -> Tensor:
-    return F.cross_entropy(F.linear(x_MD, weight_VD).float(), targets_M, reduction="none")
+def _losses(x_MD: Tensor, weight_VD: Tensor, targets_M: Tensor, taught: Taught | None, part: slice) -> Tensor:
+    logits_MV = F.linear(x_MD, weight_VD).float()
+    nats_M = F.cross_entropy(logits_MV, targets_M, reduction="none")
+    if taught is None:
+        return nats_M
+    wanted_MV = F.linear(taught.x_MD[part], taught.weight_VD).float().div(taught.temperature).log_softmax(-1)
+    found_MV = logits_MV.div(taught.temperature).log_softmax(-1)
+    divergence_M = (wanted_MV.exp() * (wanted_MV - found_MV)).sum(-1) * taught.temperature**2
+    return (1 - taught.share) * nats_M + taught.share * divergence_M
 
 
 class _Loader:
-    """Reads one tensor at a time into a float32 master weight."""
+    """Reads one tensor at a time into a master weight."""
 
     def __init__(
-        self, weights: ModelWeights, schemes: Mapping[str, Scheme], device: torch.device, dtype: torch.dtype
+        self,
+        weights: ModelWeights,
+        schemes: Mapping[str, Scheme],
+        device: torch.device,
+        dtype: torch.dtype,
+        master: torch.dtype,
     ) -> None:
+        self._type = master
         self.config = weights.config
         self._weights, self._schemes, self._device, self._dtype = weights, schemes, device, dtype
 
@@ -281,4 +321,4 @@ class _Loader:
     def _master(self, key: str) -> Tensor:
         array = self._weights[key]
         assert not isinstance(array, QTensor), key
-        return to_tensor(array.astype(np.float32)).to(self._device)
+        return to_tensor(array.astype(np.float32)).to(self._device, self._type)

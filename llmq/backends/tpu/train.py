@@ -5,7 +5,7 @@ within a row of the weight, so no device needs more than its part to quantize.
 """
 
 import resource
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -19,11 +19,13 @@ from jax.sharding import PartitionSpec as P
 
 from llmq.backends.base import ComputeType, StepResult, TrainBatch, TrainOptions
 from llmq.backends.tpu.device import DEVICES, open_device
-from llmq.backends.tpu.trainable import Rows, Spec, merged, nats
+from llmq.backends.tpu.model import precision
+from llmq.backends.tpu.trainable import Rows, Spec, Taught, hidden, losses, merged
 from llmq.checkpoint.loader import ModelWeights
 from llmq.errors import BackendError
 from llmq.model.names import layer_prefix
 from llmq.model.rotary import rotary_tables
+from llmq.quant.affine import dtype_of
 
 #: AdamW's moments, by what they are called in a state.
 _MOMENTS = {"first": "mu", "second": "nu"}
@@ -57,18 +59,13 @@ class JaxTrainer:
         self.device = f"{len(devices)} x {device.device_kind} (JAX {jax.__version__})"
         self._places = _Places(weights, options)
         factor = options.adapters.alpha / options.adapters.rank if options.adapters else 0.0
-        self._spec = Spec(
-            weights.config,
-            self.dtype,
-            tuple((key, options.schemes[names[0]]) for key, names in self._places if names[0] in options.schemes),
-            self._places.num_segments,
-            factor,
-            options.recompute,
-        )
+        schemes = tuple((key, options.schemes[names[0]]) for key, names in self._places if names[0] in options.schemes)
+        self._spec = Spec(weights.config, self.dtype, schemes, self._places.num_segments, factor, options.recompute)
         held = {key: self._put(self._places.stack(names, weights)) for key, names in self._places}
         adapters = self._adapters(options, held)
         self._trained: _Tensors = adapters or held
         self._frozen: _Tensors = held if adapters else {}
+        self._teacher = self._teach(options)
         self._rotation = rotary_tables(weights.config, options.max_len)
         self._clip = jnp.inf if options.clip is None else options.clip
         self._optimizer: Any = optax.chain(
@@ -82,7 +79,9 @@ class JaxTrainer:
         total = sum(int(batch.learned.sum()) for batch in batches)
         parts, grads = [], None
         for batch in batches:
-            part, more = _gradients(self._spec, self._trained, self._frozen, self._rows(batch), total, quantized)
+            rows = self._rows(batch)
+            taught = None if self._teacher is None else _taught(*self._teacher, rows)
+            part, more = _gradients(self._spec, self._trained, self._frozen, rows, taught, total, quantized)
             grads = more if grads is None else _add(grads, more)
             parts.append(part)
         self._trained, self._moments, norm = _update(
@@ -133,6 +132,17 @@ class JaxTrainer:
     def close(self) -> None:
         """See `base.Trainer.close`."""
         del self._trained, self._frozen, self._moments
+
+    def _teach(self, options: TrainOptions) -> tuple[Spec, _Tensors, float, float] | None:
+        """The teacher's spec and tensors, and how to learn from it."""
+        teacher = options.teacher
+        if teacher is None:
+            return None
+        places = _Places(teacher, TrainOptions())
+        dtype = dtype_of(np, self.dtype)
+        held = {key: self._put(places.stack(names, teacher).astype(dtype)) for key, names in places}
+        spec = Spec(teacher.config, self.dtype, (), places.num_segments, 0.0, False)
+        return spec, held, options.kd_weight, options.kd_temperature
 
     def _adapters(self, options: TrainOptions, held: _Tensors) -> _Tensors:
         found: _Tensors = {}
@@ -196,7 +206,7 @@ class _Places:
             self.num_segments += 1
         self._found = {name: (key, at) for key, names in self._names.items() for at, name in enumerate(names)}
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[tuple[str, list[str]]]:
         return iter(self._names.items())
 
     def find(self, name: str) -> tuple[str, int | None]:
@@ -236,20 +246,34 @@ def _is_matrix(key: str) -> bool:
 
 @partial(jax.jit, static_argnames=("spec", "quantized"))
 def _losses(spec: Spec, trained: _Tensors, frozen: _Tensors, rows: Rows, quantized: bool) -> jax.Array:
-    return nats(spec, {**frozen, **trained}, rows, quantized=quantized)
+    with precision(spec.dtype):
+        return losses(spec, {**frozen, **trained}, rows, quantized=quantized)
+
+
+@partial(jax.jit, static_argnames=("spec",))
+def _taught(spec: Spec, teacher: _Tensors, share: float, temperature: float, rows: Rows) -> Taught:
+    with precision(spec.dtype):
+        return Taught(*hidden(spec, teacher, rows, quantized=False), share, temperature)
 
 
 @partial(jax.jit, static_argnames=("spec", "quantized"))
 def _gradients(
-    spec: Spec, trained: _Tensors, frozen: _Tensors, rows: Rows, total: int, quantized: bool
+    spec: Spec,
+    trained: _Tensors,
+    frozen: _Tensors,
+    rows: Rows,
+    taught: Taught | None,
+    total: int,
+    quantized: bool,
 ) -> tuple[jax.Array, _Tensors]:
     """Sum of losses, and the gradient of their mean over all batches of the step."""
 
     def loss(trained: _Tensors) -> tuple[jax.Array, jax.Array]:
-        found = jnp.sum(nats(spec, {**frozen, **trained}, rows, quantized=quantized))
+        found = jnp.sum(losses(spec, {**frozen, **trained}, rows, taught, quantized=quantized))
         return found / total, found
 
-    grads, found = jax.grad(loss, has_aux=True)(trained)
+    with precision(spec.dtype):
+        grads, found = jax.grad(loss, has_aux=True)(trained)
     return found, grads
 
 

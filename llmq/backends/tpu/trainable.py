@@ -68,6 +68,22 @@ class Rows(NamedTuple):
     sin_BNh: jax.Array
 
 
+class Taught(NamedTuple):
+    """What a teacher makes of a batch.
+
+    Attributes:
+        x_BND: What its head reads.
+        head_VD: Its head.
+        share: Of the divergence from it in the loss.
+        temperature: Divides the logits of both.
+    """
+
+    x_BND: jax.Array
+    head_VD: jax.Array
+    share: float
+    temperature: float
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def straight_through(master_OI: jax.Array, scheme: Scheme, dtype: str) -> jax.Array:
     """A weight on its grid, with the gradient of the master weight behind it.
@@ -101,8 +117,8 @@ def merged(weight_OI: jax.Array, down_RI: jax.Array, up_OR: jax.Array, factor: f
         return lax.optimization_barrier(weight_OI + factor * (up_OR @ down_RI))
 
 
-def nats(spec: Spec, tensors: Tensors, rows: Rows, *, quantized: bool) -> jax.Array:
-    """Loss of every row.
+def hidden(spec: Spec, tensors: Tensors, rows: Rows, *, quantized: bool) -> tuple[jax.Array, jax.Array]:
+    """Run a batch up to the head.
 
     Args:
         spec: The model.
@@ -111,7 +127,7 @@ def nats(spec: Spec, tensors: Tensors, rows: Rows, *, quantized: bool) -> jax.Ar
         quantized: Whether the forward pass sees weights on their grids.
 
     Returns:
-        float32 `[B]`, the sum over learned tokens.
+        What the head reads, `[B, N, D]`, and the head, `[V, D]`, in the compute type.
     """
     schemes = dict(spec.schemes) if quantized else {}
 
@@ -121,21 +137,52 @@ def nats(spec: Spec, tensors: Tensors, rows: Rows, *, quantized: bool) -> jax.Ar
             weight = merged(weight, held[f"down {key}"], held[f"up {key}"], spec.factor)
         return straight_through(weight, scheme, spec.dtype) if scheme else weight.astype(spec.dtype)
 
-    with precision(spec.dtype):
-        x_BND = seen(tensors, EMBEDDING, schemes.get(EMBEDDING))[rows.tokens_BN]
-        for segment in range(spec.num_segments):
-            at = f"{segment} "
-            stacked = {_without(key, at): array for key, array in tensors.items() if at in key}
-            mine = {_without(key, at): scheme for key, scheme in schemes.items() if at in key}
+    x_BND = seen(tensors, EMBEDDING, schemes.get(EMBEDDING))[rows.tokens_BN]
+    for segment in range(spec.num_segments):
+        at = f"{segment} "
+        stacked = {_without(key, at): array for key, array in tensors.items() if at in key}
+        mine = {_without(key, at): scheme for key, scheme in schemes.items() if at in key}
 
-            def layer(x: jax.Array, held: Tensors, mine: Mapping[str, Scheme] = mine) -> tuple[jax.Array, None]:
-                see = {key: seen(held, key, mine.get(key)) for key in held if not key.startswith(("up ", "down "))}
-                return _layer(spec.config, see, x, rows), None
+        def layer(x: jax.Array, held: Tensors, mine: Mapping[str, Scheme] = mine) -> tuple[jax.Array, None]:
+            see = {key: seen(held, key, mine.get(key)) for key in held if not key.startswith(("up ", "down "))}
+            return _layer(spec.config, see, x, rows), None
 
-            x_BND, _ = lax.scan(jax.checkpoint(layer) if spec.recompute else layer, x_BND, stacked)
-        x_BND = _norm(x_BND, tensors[FINAL_NORM], spec.config.norm_eps)
-        head = EMBEDDING if spec.config.tie_embeddings else LM_HEAD
-        return _row_nats(x_BND, seen(tensors, head, schemes.get(head)), rows)
+        x_BND, _ = lax.scan(jax.checkpoint(layer) if spec.recompute else layer, x_BND, stacked)
+    head = EMBEDDING if spec.config.tie_embeddings else LM_HEAD
+    return _norm(x_BND, tensors[FINAL_NORM], spec.config.norm_eps), seen(tensors, head, schemes.get(head))
+
+
+def losses(spec: Spec, tensors: Tensors, rows: Rows, taught: Taught | None = None, *, quantized: bool) -> jax.Array:
+    """Loss of every row, from the data and, where there is one, a teacher.
+
+    Args:
+        spec: The model.
+        tensors: Master weights, and adapters.
+        rows: The batch.
+        taught: What the teacher makes of it.
+        quantized: Whether the forward pass sees weights on their grids.
+
+    Returns:
+        float32 `[B]`, the sum over learned tokens.
+    """
+    x_BND, head_VD = hidden(spec, tensors, rows, quantized=quantized)
+
+    @jax.checkpoint
+    def row(part: tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]) -> jax.Array:
+        """One row's logits at a time, in the backward pass as well."""
+        x_ND, target_N, learned_N, theirs_ND = part
+        logits_NV = jnp.einsum("ND,VD->NV", x_ND, head_VD, preferred_element_type=jnp.float32)
+        chosen_N = jnp.take_along_axis(logits_NV, target_N[:, None], axis=-1)[:, 0]
+        loss_N = jax.nn.logsumexp(logits_NV, axis=-1) - chosen_N
+        if taught is not None:
+            theirs_NV = jnp.einsum("ND,VD->NV", theirs_ND, taught.head_VD, preferred_element_type=jnp.float32)
+            wanted_NV = jax.nn.log_softmax(theirs_NV / taught.temperature)
+            found_NV = jax.nn.log_softmax(logits_NV / taught.temperature)
+            divergence_N = jnp.sum(jnp.exp(wanted_NV) * (wanted_NV - found_NV), axis=-1) * taught.temperature**2
+            loss_N = (1 - taught.share) * loss_N + taught.share * divergence_N
+        return jnp.sum(jnp.where(learned_N, loss_N, 0.0))
+
+    return lax.map(row, (x_BND, rows.targets_BN, rows.learned_BN, None if taught is None else taught.x_BND))
 
 
 def _without(key: str, at: str) -> str:
@@ -180,19 +227,6 @@ def _attend(
     probs_BKRNn = jax.nn.softmax(scores_BKRNn, axis=-1).astype(v_BNKh.dtype)
     out_BNKRh = jnp.einsum("BKRNn,BnKh->BNKRh", probs_BKRNn, v_BNKh, preferred_element_type=jnp.float32)
     return out_BNKRh.astype(q_BNHh.dtype).reshape(*documents_BN.shape, -1)
-
-
-def _row_nats(x_BND: jax.Array, head_VD: jax.Array, rows: Rows) -> jax.Array:
-    """One row's logits at a time, in the backward pass as well."""
-
-    @jax.checkpoint
-    def row(part: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
-        x_ND, target_N, learned_N = part
-        logits_NV = jnp.einsum("ND,VD->NV", x_ND, head_VD, preferred_element_type=jnp.float32)
-        chosen_N = jnp.take_along_axis(logits_NV, target_N[:, None], axis=-1)[:, 0]
-        return jnp.sum(jnp.where(learned_N, jax.nn.logsumexp(logits_NV, axis=-1) - chosen_N, 0.0))
-
-    return lax.map(row, (x_BND, rows.targets_BN, rows.learned_BN))
 
 
 def _norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
