@@ -49,7 +49,7 @@ def quantize(plan: ConversionPlan, options: QuantizeOptions, output: Path, run: 
         )
         for block in blocks:
             journal.add(block)
-            errors.update({layer_prefix(block.index) + name: error for name, error in block.errors.items()})
+            errors.update({layer_prefix(block.index) + name: round(error, 6) for name, error in block.errors.items()})
             run.progress("blocks", block.index + 1, setup.weights.config.num_layers)
             run.tell(block)
         calibration = Calibration(

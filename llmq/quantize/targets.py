@@ -10,6 +10,9 @@ from llmq.quantize.allocate import Allocation, Choice
 from llmq.quantize.options import Target
 from llmq.quantize.sensitivity import Sensitivity
 
+#: What calibration adds to the record for each linear, beside its name, at most.
+_RECORD_BYTES = 40
+
 #: Plans made until one is of the wanted size: each learns from the one before what names and headers take.
 _MAX_TRIES = 8
 
@@ -102,7 +105,10 @@ def _num_bytes(plan: ConversionPlan, target: Target) -> int:
 
 
 def _taken(plan: ConversionPlan, target: Target) -> int:
-    return plan.artifact_bytes if target.size is not None else sum(_linear_bytes(plan).values())
+    linears = _linear_bytes(plan)
+    if target.size is None:
+        return sum(linears.values())
+    return plan.artifact_bytes + sum(len(name) + _RECORD_BYTES for name in linears)
 
 
 def _fixed_bytes(plan: ConversionPlan, rows: Sequence[Sensitivity], target: Target) -> int:
