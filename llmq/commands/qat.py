@@ -89,7 +89,8 @@ def qat(
         raise ConfigError("resume: needs the run's own --save-every, without which it keeps no checkpoint.")
     from llmq.checkpoint.writer import check_target
     from llmq.convert import convert, plan_conversion
-    from llmq.qat.run import plan_run, run
+    from llmq.qat.plan import plan_run
+    from llmq.qat.run import run
 
     target = output or Path(f"{Path(recipe.model).resolve().stem}-qat")
     artifact = target.with_name(f"{target.name}-{recipe.quantization.scheme}")

@@ -12,8 +12,8 @@ import pytest
 from llmq.checkpoint.loader import load_weights
 from llmq.qat.loop import read_metrics
 from llmq.qat.output import METRICS
+from llmq.qat.plan import plan_run
 from llmq.qat.recipe import write_recipe
-from llmq.qat.run import plan_run
 from llmq.quant import quantize
 from tests.conftest import ROOT
 from tests.qat.test_run import Stop, recipe, stop_at, trained
@@ -26,7 +26,8 @@ SCRIPT = """
 import sys
 from pathlib import Path
 from llmq.qat.recipe import read_recipe
-from llmq.qat.run import plan_run, run
+from llmq.qat.plan import plan_run
+from llmq.qat.run import run
 
 def watch(event):
     if "loss" in event and event["step"] == int(sys.argv[3]):

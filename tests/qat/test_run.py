@@ -16,8 +16,9 @@ from llmq.errors import AlreadyQuantizedError, ConfigError, OutputError, Trainin
 from llmq.qat.checkpoints import Checkpoints
 from llmq.qat.loop import read_metrics
 from llmq.qat.output import METRICS
+from llmq.qat.plan import plan_run
 from llmq.qat.recipe import Recipe, read_recipe
-from llmq.qat.run import Outcome, plan_run, run
+from llmq.qat.run import Outcome, run
 from llmq.quant import quantize
 from tests.tiny import byte_tokenizer_files, write_tiny
 

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from llmq.backends.base import ComputeType, ModelOptions, StepResult, TrainBatch, TrainOptions
 from llmq.backends.gpu.device import DTYPES, choose_device
 from llmq.backends.gpu.linear import to_tensor
-from llmq.backends.gpu.trainable import Matrix, Rows, Taught, TrainableDecoder
+from llmq.backends.gpu.master import Matrix
+from llmq.backends.gpu.trainable import Rows, Taught, TrainableDecoder
 from llmq.backends.gpu.world import World, to_numpy, whole
 from llmq.checkpoint.loader import ModelWeights
 

@@ -1,0 +1,102 @@
+"""Master weights as modules: held in float32, seen by the forward pass as `straight` says.
+
+Suffixes: D hidden, O output features, I input features, R rank.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from llmq.backends.base import Adapters
+from llmq.backends.gpu.model import rms_norm
+from llmq.backends.gpu.straight import Seen, see, straight_through
+from llmq.config import Scheme
+
+
+class Matrix(nn.Module):
+    """A master weight, with an adapter where it has one.
+
+    Args:
+        name: Of the tensor in the checkpoint.
+        weight_OI: float32.
+        scheme: Its grid, if it is to be quantized.
+        dtype: Compute type.
+
+    Attributes:
+        name: Of the tensor in the checkpoint.
+        factor: Of the adapter; 0 where there is none.
+        keeps_seen: Whether what the forward pass sees is kept between passes.
+    """
+
+    def __init__(self, name: str, weight_OI: Tensor, scheme: Scheme | None, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.name, self.scheme, self.dtype = name, scheme, dtype
+        self.weight = nn.Parameter(weight_OI)
+        self.factor = 0.0
+        self.keeps_seen = True
+        self._quantized = False
+        self._seen: Seen | None = None
+
+    def adapt(self, adapters: Adapters) -> None:
+        """Add an adapter, which changes nothing yet."""
+        num_out, num_in = self.weight.shape
+        self.down = nn.Parameter(torch.from_numpy(adapters.initial_down(self.name, num_in)).to(self.weight.device))
+        self.up = nn.Parameter(torch.zeros(num_out, adapters.rank, device=self.weight.device))
+        self.factor = adapters.alpha / adapters.rank
+
+    def merged(self, gather: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Tensor:
+        """The master weight, its adapter added: float32 `[O, I]`; `gather` makes parts whole."""
+        if not self.factor:
+            return gather(self.weight)
+        return gather(self.weight) + self.factor * (gather(self.up) @ gather(self.down))
+
+    def look(self, quantized: bool) -> None:
+        """Choose whether the forward pass sees the grid; to be called whenever the weight has changed, too."""
+        self._quantized, self._seen = quantized, None
+
+    def seen(self) -> Tensor:
+        """What the forward pass multiplies with, `[O, I]` in the compute type.
+
+        It is computed once until the next `look`: the passes over several batches, and those that
+        recompute activations, share it.
+        """
+        merged_OI = self.merged()
+        seen = self._seen or see(merged_OI.detach(), self.scheme if self._quantized else None, self.dtype)
+        self._seen = seen if self.keeps_seen else None
+        return straight_through(merged_OI, seen)
+
+
+class Linear(Matrix):
+    """``y = x @ weight.T + bias``."""
+
+    def __init__(
+        self, name: str, weight_OI: Tensor, scheme: Scheme | None, dtype: torch.dtype, bias_O: Tensor | None
+    ) -> None:
+        super().__init__(name, weight_OI, scheme, dtype)
+        self.bias = None if bias_O is None else nn.Parameter(bias_O)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply."""
+        y = F.linear(x, self.seen())
+        return y if self.bias is None else y + self.bias.to(self.dtype)
+
+
+class Norm(nn.Module):
+    """Root-mean-square norm.
+
+    Args:
+        name: Of the tensor in the checkpoint.
+        weight_D: float32.
+        eps: Added to the mean square.
+    """
+
+    def __init__(self, name: str, weight_D: Tensor, eps: float) -> None:
+        super().__init__()
+        self.name, self._eps = name, eps
+        self.weight = nn.Parameter(weight_D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize the last axis."""
+        return rms_norm(x, self.weight.to(x.dtype), self._eps)
