@@ -5,7 +5,17 @@ import numpy as np
 import pytest
 import torch
 
-from llmq.backends.gpu.linear import DenseLinear, Int4Linear, Int8Linear, Linear, make_linear
+from llmq.backends.gpu import tinygemm
+from llmq.backends.gpu.linear import (
+    DENSE_FROM,
+    DenseLinear,
+    Int4Linear,
+    Int8Linear,
+    Linear,
+    SideBySide,
+    make_joined,
+    make_linear,
+)
 from llmq.config import SCHEMES, Granularity, Scheme
 from llmq.quant import QTensor, dequantize, quantize
 from tests.backends.bounds import assert_accumulation_only
@@ -93,3 +103,77 @@ def test_zero_points_of_every_code_reach_the_kernel_unchanged() -> None:
     assert isinstance(linear, Int4Linear)
     _, y = apply(linear, np.eye(64, dtype=np.float32), torch.bfloat16)
     np.testing.assert_array_equal(y.T, dequantize(weight))
+
+
+@pytest.mark.parametrize("group_size", [32, 64, 96, 192, None])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_codes_come_back_from_the_kernels_layout(symmetric: bool, group_size: int | None) -> None:
+    if not tinygemm.can_unpack("cpu"):
+        pytest.skip("the layout of another CPU")
+    name = "int4_per_channel" if group_size is None else "int4_blockwise"
+    weight = codes(SCHEMES[name].model_copy(update={"symmetric": symmetric, "group_size": group_size}), 192, 1152)
+    linear = Int4Linear(weight, None, CPU)
+    dense_IO = tinygemm.dequantize(linear._packed, linear._group_size, linear._scale_zero_GO2)
+    np.testing.assert_array_equal(dense_IO.T.float().numpy(), dequantize(weight, "bfloat16").astype(np.float32))
+
+
+@pytest.mark.parametrize("parted", [False, True])
+@pytest.mark.parametrize("scheme", ["int4_per_channel", "int4_blockwise", "int8_per_channel"])
+def test_both_sides_of_the_crossover(scheme: str, parted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each within accumulation of the same reference; only a run of tokens may cross over."""
+    if parted:
+        monkeypatch.setattr(tinygemm, "PART", 64 * 384)
+    changes = {"group_size": 64} if scheme == "int4_blockwise" else {}
+    weight, bias = codes(SCHEMES[scheme].model_copy(update=changes), 192, 384), np.ones(192, ml_dtypes.bfloat16)
+    linear = make_linear(weight, bias, CPU, torch.bfloat16)
+    least = DENSE_FROM[weight.num_bits]
+    x = torch.randn(least, 384, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    as_step, as_run = linear(x), linear(x, is_run=True)
+    for y in (as_step, as_run):
+        assert_accumulation_only(y.float().numpy(), x.float().numpy(), weight, bias, bfloat16=True)
+    assert torch.equal(linear(x[1:], is_run=True), as_step[1:])
+    if weight.num_bits == 8 or tinygemm.can_unpack("cpu"):
+        assert not torch.equal(as_step, as_run), "the kernels are told apart by their order of addition"
+
+
+JOINED = {
+    "int4_blockwise": lambda seed: codes(SCHEMES["int4_blockwise"].model_copy(update={"group_size": 64}), 192, 576, seed),
+    "int4_per_channel": lambda seed: codes(SCHEMES["int4_per_channel"], 64 * seed, 576, seed),
+    "int8_per_channel": lambda seed: codes(SCHEMES["int8_per_channel"], 64 * seed, 576, seed),
+    "dense": lambda seed: np.random.default_rng(seed).standard_normal((192, 576)).astype(ml_dtypes.bfloat16),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("stored", JOINED)
+def test_joining_linears_changes_no_bit(stored: str, with_bias: bool) -> None:
+    weights = [JOINED[stored](seed) for seed in (3, 1, 2)]
+    rng = np.random.default_rng(0)
+    biases = [rng.standard_normal(w.shape[0]).astype(ml_dtypes.bfloat16) if with_bias else None for w in weights]
+    joined = make_joined(weights, biases, CPU, torch.bfloat16)
+    assert not isinstance(joined, SideBySide)
+    alone = [make_linear(w, b, CPU, torch.bfloat16) for w, b in zip(weights, biases, strict=True)]
+    assert joined.num_bytes == sum(linear.num_bytes for linear in alone)
+    for num_rows in (1, 2, 7, 8, 64):
+        x = torch.randn(num_rows, 576, generator=torch.Generator().manual_seed(num_rows)).to(torch.bfloat16)
+        assert torch.equal(joined(x), torch.cat([linear(x) for linear in alone], dim=-1))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        codes(SCHEMES["int8_per_channel"], 48, 128),
+        codes(SCHEMES["int4_blockwise"].model_copy(update={"group_size": 32}), 48, 128),
+        codes(SCHEMES["int4_blockwise"].model_copy(update={"group_size": 64, "symmetric": True}), 48, 128),
+        np.ones((48, 128), ml_dtypes.bfloat16),
+    ],
+    ids=["bits", "group size", "zero", "kept"],
+)
+def test_linears_stored_differently_stand_side_by_side(other: QTensor | np.ndarray) -> None:
+    first = codes(SCHEMES["int4_blockwise"].model_copy(update={"group_size": 64, "symmetric": False}), 32, 128)
+    linear = make_joined([first, other], [None, None], CPU, torch.bfloat16)
+    parts = [make_linear(weight, None, CPU, torch.bfloat16) for weight in (first, other)]
+    x = torch.randn(3, 128, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    assert torch.equal(linear(x), torch.cat([part(x) for part in parts], dim=-1))
+    assert linear.kernels == tuple(part.kernel for part in parts)
+    assert linear.num_bytes == sum(part.num_bytes for part in parts)

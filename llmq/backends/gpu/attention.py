@@ -139,13 +139,12 @@ def attend(q_BKMh: Tensor, stored: tuple[Tensor, ...], mask: Tensor) -> Tensor:
     """
     if len(stored) == 2:
         return F.scaled_dot_product_attention(q_BKMh, *stored, attn_mask=mask)
-    return _attend_int8(q_BKMh, *stored, mask)
+    return _attend_int8(q_BKMh, stored, mask)
 
 
-def _attend_int8(
-    q_BKMh: Tensor, k_BKTh: Tensor, v_BKTh: Tensor, k_scale_BKT: Tensor, v_scale_BKT: Tensor, mask: Tensor
-) -> Tensor:
+def _attend_int8(q_BKMh: Tensor, stored: tuple[Tensor, ...], mask: Tensor) -> Tensor:
     """Attention on codes: their scales multiply scores and probabilities, softmax in float32."""
+    k_BKTh, v_BKTh, k_scale_BKT, v_scale_BKT = stored
     dtype = q_BKMh.dtype
     q_BKMh = q_BKMh * q_BKMh.shape[-1] ** -0.5
     scores_BKMT = (q_BKMh @ k_BKTh.to(dtype).mT).float() * k_scale_BKT[:, :, None] + mask
@@ -154,7 +153,13 @@ def _attend_int8(
 
 
 class Place(Protocol):
-    """Where the tokens of a call go, and what each sees."""
+    """Where the tokens of a call go, and what each sees.
+
+    Attributes:
+        is_run: Whether they are a run of one slot's tokens; else a step's, whose rows must not depend on each other.
+    """
+
+    is_run: bool
 
     def attend(self, layer: int, q_MHh: Tensor, k_MKh: Tensor, v_MKh: Tensor) -> Tensor:
         """Store the tokens' keys and values, then attend.
@@ -181,6 +186,8 @@ class RunPlace:
         visible_MT: Rows that each token sees, T up to the last token's.
     """
 
+    is_run = True
+
     def __init__(self, cache: Cache, slot: int, start: int, visible_MT: Tensor) -> None:
         self._cache, end = cache, visible_MT.shape[1]
         self._rows = cache.rows(np.array([slot]), np.arange(start, end))
@@ -204,6 +211,8 @@ class StepPlace:
         slots: Ascending.
         positions: Row of each slot's token.
     """
+
+    is_run = False
 
     def __init__(self, cache: Cache, slots: np.ndarray, positions: np.ndarray) -> None:
         self._cache, self._num_rows = cache, len(slots)

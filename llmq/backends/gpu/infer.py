@@ -25,7 +25,7 @@ from llmq.backends.sampling import (
 from llmq.checkpoint.loader import ModelWeights
 
 #: Tokens of a prompt written at once, by type of device.
-_CHUNK_SIZES = {"cpu": 64, "cuda": 256}
+_CHUNK_SIZES = {"cpu": 256, "cuda": 256}
 
 #: Rows of logits held at once while scoring: 50 MB for a vocabulary of 49,152.
 _HEAD_ROWS = 256
@@ -142,7 +142,7 @@ class TorchModel:
         owner_M = np.zeros(len(tokens), np.int64)
         positions_M = start + np.arange(len(tokens))
         x_MD = self._run(state, slot, tokens, start, positions_M, owner_M, owner_M)
-        return state, self._decoder.logits(x_MD).cpu().numpy() if want_logits else None
+        return state, self._decoder.logits(x_MD, is_run=True).cpu().numpy() if want_logits else None
 
     @torch.inference_mode()
     def set_slot(self, state: State, slot: int, prompt: np.ndarray, sampling: SlotSampling) -> State:
@@ -260,7 +260,7 @@ class TorchModel:
         return self._decoder.forward(self._ids(tokens), positions_M, RunPlace(state.cache, slot, start, visible_MT))
 
     def _score(self, x_MD: Tensor, targets_M: Tensor) -> tuple[Tensor, Tensor]:
-        logits_MV = self._decoder.logits(x_MD)
+        logits_MV = self._decoder.logits(x_MD, is_run=True)
         chosen_M = logits_MV.gather(1, targets_M[:, None])[:, 0]
         return chosen_M - logits_MV.logsumexp(dim=-1), logits_MV.argmax(dim=-1) == targets_M
 

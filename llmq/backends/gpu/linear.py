@@ -6,6 +6,7 @@ more memory. `Linear.kernel` tells, and `llmq generate --stats` prints it.
 Suffixes: M rows of activations, I input features, O output features, G groups.
 """
 
+import math
 from collections.abc import Sequence
 
 import ml_dtypes
@@ -17,9 +18,9 @@ from torch import Tensor
 from llmq.backends.gpu import tinygemm
 from llmq.quant import QTensor, dequantize
 
-#: Rows from which a dense product with a weight dequantized for it beats the kernel, on a CPU with
-#: AVX512 (`benchmarks/crossover.py`). Fewer on every side of it: rows of a decoding step.
-_DENSE_FROM = {4: 128, 8: 32}
+#: By bits: from how many rows of a run on a dense product, with the weight dequantized for it, beats the
+#: kernel. Measured by ``benchmarks/crossover.py`` on a CPU with AVX512.
+DENSE_FROM = {4: 128, 8: 32}
 
 
 def to_tensor(array: np.ndarray) -> Tensor:
@@ -45,26 +46,33 @@ class Linear:
 
     Attributes:
         kernel: What computes it, for people to read.
+        dense_from: From how many rows of a run on it takes the other way.
     """
 
     kernel = "dense"
+    dense_from: float = math.inf
 
     def __init__(self, bias: Tensor | None) -> None:
         self._bias = bias
 
-    def __call__(self, x_MI: Tensor) -> Tensor:
+    def __call__(self, x_MI: Tensor, is_run: bool = False) -> Tensor:
         """Multiply.
 
         Args:
             x_MI: In the compute type, without gaps.
+            is_run: Whether the rows are a run of tokens: then their number may choose the kernel.
 
         Returns:
             `[M, O]` in the compute type.
         """
-        y_MO = self._matmul(x_MI)
+        y_MO = self._many(x_MI) if is_run and len(x_MI) >= self.dense_from else self._matmul(x_MI)
         return y_MO if self._bias is None else y_MO.add_(self._bias)
 
     def _matmul(self, x_MI: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def _many(self, x_MI: Tensor) -> Tensor:
+        """What `_matmul` computes, faster where there are many rows."""
         raise NotImplementedError
 
     @property
@@ -116,12 +124,14 @@ class Int4Linear(Linear):
         zero = np.zeros_like(qtensor.scale) if qtensor.zero is None else qtensor.zero
         scale_zero_OG2 = np.repeat(np.stack([qtensor.scale, zero], axis=-1), qtensor.group_size // group_size, axis=1)
         self._scale_zero_GO2 = to_tensor(scale_zero_OG2.transpose(1, 0, 2)).to(device)
-        self._unpacks = tinygemm.can_unpack(device.type) and qtensor.shape[0] % 64 == 0
+        if tinygemm.can_unpack(device.type) and qtensor.shape[0] % tinygemm.BLOCK == 0:
+            self.dense_from = DENSE_FROM[4]
 
     def _matmul(self, x_MI: Tensor) -> Tensor:
-        if self._unpacks and len(x_MI) >= _DENSE_FROM[4]:
-            return x_MI @ tinygemm.dequantize(self._packed, self._group_size, self._scale_zero_GO2)
         return tinygemm.matmul(x_MI, self._packed, self._group_size, self._scale_zero_GO2)
+
+    def _many(self, x_MI: Tensor) -> Tensor:
+        return tinygemm.dense_matmul(x_MI, self._packed, self._group_size, self._scale_zero_GO2)
 
 
 class Int8Linear(Linear):
@@ -135,6 +145,7 @@ class Int8Linear(Linear):
     """
 
     kernel = "int8 weight-only"
+    dense_from = DENSE_FROM[8]
 
     def __init__(self, qtensor: QTensor, bias: Tensor | None, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(bias)
@@ -142,9 +153,16 @@ class Int8Linear(Linear):
         self._scale_O = to_tensor(qtensor.scale[:, 0]).to(device=device, dtype=dtype)
 
     def _matmul(self, x_MI: Tensor) -> Tensor:
-        if len(x_MI) >= _DENSE_FROM[8]:
-            return F.linear(x_MI, self._values_OI.to(x_MI.dtype)).mul_(self._scale_O)
         return torch.ops.aten._weight_int8pack_mm(x_MI, self._values_OI, self._scale_O)
+
+    def _many(self, x_MI: Tensor) -> Tensor:
+        """Codes are exact in bfloat16, so the scale can wait for the product."""
+        step = max(1, tinygemm.PART // x_MI.shape[1])
+        y_MO = x_MI.new_empty(len(x_MI), len(self._values_OI))
+        parts = (self._values_OI.split(step), self._scale_O.split(step), y_MO.split(step, dim=1))
+        for part, scale_o, y_Mo in zip(*parts, strict=True):
+            torch.mul(F.linear(x_MI, part.to(x_MI.dtype)), scale_o, out=y_Mo)
+        return y_MO
 
 
 class SideBySide(Linear):
@@ -158,8 +176,9 @@ class SideBySide(Linear):
         super().__init__(None)
         self._linears = linears
 
-    def _matmul(self, x_MI: Tensor) -> Tensor:
-        return torch.cat([linear(x_MI) for linear in self._linears], dim=-1)
+    def __call__(self, x_MI: Tensor, is_run: bool = False) -> Tensor:
+        """See `Linear.__call__`."""
+        return torch.cat([linear(x_MI, is_run) for linear in self._linears], dim=-1)
 
     @property
     def kernels(self) -> tuple[str, ...]:
@@ -240,10 +259,11 @@ def make_joined(
     Returns:
         A layer whose outputs stand behind one another.
     """
-    if len({_storage(weight) for weight in weights}) > 1 or len({bias is None for bias in biases}) > 1:
+    present = [bias for bias in biases if bias is not None]
+    if len({_storage(weight) for weight in weights}) > 1 or len(present) not in (0, len(weights)):
         pairs = zip(weights, biases, strict=True)
         return SideBySide([make_linear(weight, bias, device, dtype) for weight, bias in pairs])
-    bias = None if biases[0] is None else np.concatenate(biases)
+    bias = np.concatenate(present) if present else None
     return make_linear(_concatenated(weights), bias, device, dtype)
 
 
@@ -255,9 +275,9 @@ def _storage(weight: np.ndarray | QTensor) -> tuple[object, ...]:
 
 
 def _concatenated(weights: Sequence[np.ndarray | QTensor]) -> np.ndarray | QTensor:
-    first = weights[0]
-    if not isinstance(first, QTensor):
-        return np.concatenate(weights)
-    values, scale = (np.concatenate([getattr(w, name) for w in weights]) for name in ("values", "scale"))
-    zero = None if first.zero is None else np.concatenate([w.zero for w in weights])
-    return QTensor(values, scale, zero, first.num_bits)
+    codes = [weight for weight in weights if isinstance(weight, QTensor)]
+    if not codes:
+        return np.concatenate([weight for weight in weights if not isinstance(weight, QTensor)])
+    values, scale = (np.concatenate([getattr(part, name) for part in codes]) for name in ("values", "scale"))
+    zeros = [part.zero for part in codes if part.zero is not None]
+    return QTensor(values, scale, np.concatenate(zeros) if zeros else None, codes[0].num_bits)

@@ -78,13 +78,18 @@ class Layer:
     def __init__(self, weights: ModelWeights, index: int, device: torch.device, dtype: torch.dtype) -> None:
         at = layer_prefix(index)
 
+        def array(name: str) -> np.ndarray | None:
+            found = weights.get(f"{at}{name}")
+            assert not isinstance(found, QTensor)
+            return found
+
         def linear(names: Sequence[str]) -> Linear:
-            biases = [weights.get(f"{at}{name}.bias") for name in names]
+            biases = [array(f"{name}.bias") for name in names]
             return make_joined([weights[f"{at}{name}.weight"] for name in names], biases, device, dtype)
 
         def norm(name: str) -> Tensor | None:
-            key = f"{at}{name}.weight"
-            return norm_weight(weights, key, device, dtype) if key in weights else None
+            found = array(f"{name}.weight")
+            return None if found is None else to_tensor(found).to(device=device, dtype=dtype)
 
         self.input_norm, self.mlp_norm = norm("input_layernorm"), norm("post_attention_layernorm")
         self.q_norm, self.k_norm = norm("self_attn.q_norm"), norm("self_attn.k_norm")
@@ -145,21 +150,23 @@ class Decoder:
         x_MD = self.embedding(tokens_M)
         cos_Mh, sin_Mh = self.cos_Th[positions_M][:, None], self.sin_Th[positions_M][:, None]
         for index, layer in enumerate(self.layers):
-            qkv_ME = layer.qkv(rms_norm(x_MD, layer.input_norm, config.norm_eps))
-            x_MD = x_MD + layer.o(place.attend(index, *self._heads(layer, qkv_ME, cos_Mh, sin_Mh)))
-            x_MD = x_MD + self._mlp(layer, x_MD)
+            qkv_ME = layer.qkv(rms_norm(x_MD, layer.input_norm, config.norm_eps), place.is_run)
+            heads = self._heads(layer, qkv_ME, cos_Mh, sin_Mh)
+            x_MD = x_MD + layer.o(place.attend(index, *heads), place.is_run)
+            x_MD = x_MD + self._mlp(layer, x_MD, place.is_run)
         return x_MD
 
-    def logits(self, x_MD: Tensor) -> Tensor:
+    def logits(self, x_MD: Tensor, is_run: bool = False) -> Tensor:
         """The head.
 
         Args:
             x_MD: From `forward`.
+            is_run: See `Place`.
 
         Returns:
             float32 `[M, V]`.
         """
-        return self.head(rms_norm(x_MD, self.final_norm, self.config.norm_eps)).float()
+        return self.head(rms_norm(x_MD, self.final_norm, self.config.norm_eps), is_run).float()
 
     def row_functions(self) -> list[tuple[int, Callable[[Tensor], Tensor]]]:
         """What the model computes row by row: everything but attention; of like layers, one.
@@ -174,9 +181,10 @@ class Decoder:
             functions.append((self.config.num_heads * self.config.head_dim, layer.o))
         return functions
 
-    def _mlp(self, layer: Layer, x_MD: Tensor) -> Tensor:
-        gate, up = layer.gate_up(rms_norm(x_MD, layer.mlp_norm, self.config.norm_eps)).chunk(2, dim=-1)
-        return layer.down(F.silu(gate) * up)
+    def _mlp(self, layer: Layer, x_MD: Tensor, is_run: bool = False) -> Tensor:
+        gate_up_MF = layer.gate_up(rms_norm(x_MD, layer.mlp_norm, self.config.norm_eps), is_run)
+        gate, up = gate_up_MF.chunk(2, dim=-1)
+        return layer.down(F.silu(gate) * up, is_run)
 
     def _heads(self, layer: Layer, qkv_ME: Tensor, cos_Mh: Tensor, sin_Mh: Tensor) -> tuple[Tensor, ...]:
         """Queries `[M, H, h]`, keys and values `[M, K, h]`, in their positions."""

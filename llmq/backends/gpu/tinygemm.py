@@ -20,10 +20,10 @@ from llmq.quant import QTensor
 GROUP_SIZES = (256, 128, 64, 32)
 
 #: Outputs of a block of the layout that `dequantize` reads.
-_BLOCK = 64
+BLOCK = 64
 
-#: Bytes of codes dequantized at once, so that what is made of them stays in the cache.
-_CACHED = 1 << 17
+#: Weights dequantized at once for a dense product: what is made of them stays in the cache.
+PART = 1 << 19
 
 #: Tiles of 16 input features that a CUDA thread block takes at once, best first.
 _INNER_K_TILES = (8, 4, 2)
@@ -115,16 +115,38 @@ def can_unpack(device_type: str) -> bool:
     """
     if device_type != "cpu":
         return False
-    codes_OI = torch.arange(2 * _BLOCK * 32, dtype=torch.int32).mul_(7).remainder_(16).view(2 * _BLOCK, 32)
-    values_NIb = _unpack(prepack(codes_OI.to(torch.int8) - 8, torch.device("cpu")).view(-1, 32, _BLOCK // 2))
-    return torch.equal(values_NIb.mT.reshape_as(codes_OI) + 8, codes_OI)
+    values_OI = torch.arange(2 * BLOCK * 32).mul_(7919).bitwise_right_shift_(3).remainder_(16).sub_(8).to(torch.int8)
+    values_OI = values_OI.view(2 * BLOCK, 32)
+    packed = prepack(values_OI, torch.device("cpu"))
+    return torch.equal(_unpack(packed.view(-1, 32, BLOCK // 2)).mT.reshape_as(values_OI), values_OI)
+
+
+def dense_matmul(x_MI: Tensor, packed: Tensor, group_size: int, scale_zero_GO2: Tensor) -> Tensor:
+    """What `matmul` computes, through a dense weight a part at a time: for many rows. Where `can_unpack`.
+
+    Args:
+        x_MI: bfloat16 activations.
+        packed: From `prepack`, of a multiple of 64 outputs.
+        group_size: As for `matmul`.
+        scale_zero_GO2: As for `matmul`.
+
+    Returns:
+        bfloat16 `[M, O]`.
+    """
+    num_outputs, num_inputs = scale_zero_GO2.shape[1], x_MI.shape[1]
+    step = max(1, PART // (num_inputs * BLOCK)) * BLOCK
+    parts = zip(packed.split(step), scale_zero_GO2.split(step, dim=1), strict=True)
+    y_MO = x_MI.new_empty(len(x_MI), num_outputs)
+    for (part, scale_zero_Go2), y_Mo in zip(parts, y_MO.split(step, dim=1), strict=True):
+        y_Mo.copy_(x_MI @ dequantize(part, group_size, scale_zero_Go2))
+    return y_MO
 
 
 def dequantize(packed: Tensor, group_size: int, scale_zero_GO2: Tensor) -> Tensor:
     """The weight, in float32 rounded once: what `llmq.quant.dequantize` gives. Where `can_unpack`.
 
     Args:
-        packed: From `prepack`, of a multiple of 64 outputs: N blocks of b = 64.
+        packed: As for `dense_matmul`: N blocks of b = 64 outputs.
         group_size: As for `matmul`, g.
         scale_zero_GO2: As for `matmul`.
 
@@ -132,19 +154,14 @@ def dequantize(packed: Tensor, group_size: int, scale_zero_GO2: Tensor) -> Tenso
         bfloat16 `[I, O]`.
     """
     num_groups, num_outputs, _ = scale_zero_GO2.shape
-    weight_GgNb = torch.empty(num_groups, group_size, num_outputs // _BLOCK, _BLOCK, dtype=torch.bfloat16)
-    weight_NGgb = weight_GgNb.permute(2, 0, 1, 3)
-    scale_zero_NG1b2 = scale_zero_GO2.view(num_groups, -1, _BLOCK, 2).transpose(0, 1).unsqueeze(2)
-    bytes_NIh = packed.view(-1, num_groups * group_size, _BLOCK // 2)
-    step = max(1, _CACHED // bytes_NIh[0].numel())
-    for start in range(0, len(bytes_NIh), step):
-        at = slice(start, start + step)
-        values = _unpack(bytes_NIh[at]).float().view(-1, num_groups, group_size, _BLOCK)
-        scale, zero = scale_zero_NG1b2[at].float().unbind(-1)
-        weight_NGgb[at] = torch.addcmul(zero, values, scale)
-    return weight_GgNb.view(-1, num_outputs)
+    values_NGgb = _unpack(packed.view(-1, num_groups, group_size, BLOCK // 2)).float()
+    scale_zero_GNb2 = scale_zero_GO2.float().view(num_groups, -1, BLOCK, 2)
+    scale, zero = (part.transpose(0, 1).unsqueeze(2).contiguous() for part in scale_zero_GNb2.unbind(-1))
+    weight_NGgb = torch.addcmul(zero, values_NGgb, scale)
+    weight_GgNb = weight_NGgb.new_empty(weight_NGgb.permute(1, 2, 0, 3).shape, dtype=torch.bfloat16)
+    return weight_GgNb.copy_(weight_NGgb.permute(1, 2, 0, 3)).view(-1, num_outputs)
 
 
-def _unpack(bytes_NIh: Tensor) -> Tensor:
-    """Signed codes `[N, I, b]`: the low nibbles are the first half of a block's outputs."""
-    return torch.cat([bytes_NIh & 15, bytes_NIh >> 4], dim=-1).view(torch.int8).sub_(8)
+def _unpack(bytes_h: Tensor) -> Tensor:
+    """Signed codes `[..., b]`: the low nibbles are the first half of a block's outputs."""
+    return torch.cat([bytes_h & 15, bytes_h >> 4], dim=-1).view(torch.int8).sub_(8)
