@@ -349,6 +349,7 @@ class TestDisconnects:
     def test_generation_ends_with_it(self, slow_server: Api) -> None:
         with slow_server.streaming(COMPLETIONS, **self.long(slow_server)) as lines:
             next(lines)
+            eventually(lambda: slow_server.slots_free() < self.free, 1)
         eventually(lambda: slow_server.slots_free() == self.free, 0.3)
         names = ("llmq:engine_steps_total", "llmq:generation_tokens_total")
         before = [slow_server.metrics()[name] for name in names]
