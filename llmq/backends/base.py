@@ -63,6 +63,7 @@ class ModelOptions:
         num_slots: Sequences held at once.
         max_len: Positions of each slot.
         kv_int8: Store keys and values as int8 (see `quant.cache`), not in the compute type.
+        num_threads: Threads that compute, where the framework can be told; None lets the model choose.
     """
 
     device: str | None = None
@@ -70,6 +71,7 @@ class ModelOptions:
     num_slots: int = 1
     max_len: int = 2048
     kv_int8: bool = False
+    num_threads: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

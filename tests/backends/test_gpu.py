@@ -1,5 +1,6 @@
 """What only the torch backend has: rows that threads compute, and how many rows a step takes."""
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -7,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from llmq.backends.base import ModelOptions
+from llmq.backends.base import ComputeType, ModelOptions, SlotSampling
 from llmq.backends.gpu.backend import GPUBackend
 from llmq.backends.gpu.rows import row_counts
+from llmq.backends.gpu.threads import Threads, choose_threads
 from llmq.checkpoint.loader import load_weights
 from tests.backends.test_contract import assert_rows_stand_alone
 from tests.tiny import write_tiny
@@ -26,7 +28,7 @@ def two_threads() -> Iterator[None]:
 @pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("kv_int8", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_row_depends_on_itself_alone_with_two_threads(dtype: str, kv_int8: bool, tmp_path: Path) -> None:
+def test_a_row_depends_on_itself_alone_with_two_threads(dtype: ComputeType, kv_int8: bool, tmp_path: Path) -> None:
     weights = load_weights(str(write_tiny(tmp_path / "m", num_hidden_layers=2, num_key_value_heads=4)))
     options = ModelOptions(device="cpu", dtype=dtype, num_slots=5, max_len=140, kv_int8=kv_int8)
     assert_rows_stand_alone(GPUBackend().open_model(weights, options), [5, 126])
@@ -50,11 +52,11 @@ class Kernels:
         self._kinds = kinds
 
     def row_functions(self):
-        def kernel(x: torch.Tensor) -> torch.Tensor:
+        def kernel(x: torch.Tensor, _is_run: bool) -> torch.Tensor:
             kind = self._kinds.get(len(x), 9)
             return x + (torch.arange(len(x))[:, None] if kind is None else kind)
 
-        return [(3, lambda x: x), (4, kernel)]
+        return [(3, lambda x, _: x), (4, kernel)]
 
 
 @pytest.mark.parametrize(
@@ -81,3 +83,60 @@ def test_float32_rows_are_padded_here(tmp_path: Path) -> None:
     weights = load_weights(str(write_tiny(tmp_path / "m", num_hidden_layers=1)))
     model = GPUBackend().open_model(weights, ModelOptions(device="cpu", dtype="float32", num_slots=4))
     assert row_counts(model._decoder, 4)[1] > 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_number_of_threads_changes_no_bit(dtype: ComputeType, tmp_path: Path) -> None:
+    weights = load_weights(str(write_tiny(tmp_path / "m", num_hidden_layers=2)))
+    before, outs = torch.get_num_threads(), []
+    prompt = np.arange(1, 100, dtype=np.int32)
+    try:
+        torch.set_num_threads(2)
+        for num_threads in (None, 1, 2):
+            options = ModelOptions(device="cpu", dtype=dtype, num_slots=3, max_len=140, num_threads=num_threads)
+            model = GPUBackend().open_model(weights, options)
+            assert model.caps.kernels[-1].startswith("threads: ")
+            state = model.init_state()
+            state, _ = model.extend(state, 0, prompt[:-1], 0)
+            state = model.set_slot(state, 0, prompt, SlotSampling())
+            _, handle = model.decode(state, np.array([True, False, False]), np.zeros(3, np.float32), want_logprobs=True)
+            outs.append(model.fetch(handle).top_logprobs[0])
+            if num_threads is not None:
+                assert torch.get_num_threads() == num_threads
+    finally:
+        torch.set_num_threads(before)
+    for out in outs[1:]:
+        np.testing.assert_array_equal(out, outs[0])
+
+
+class Waiting:
+    """Stands for a decoder that is slower, or computes something else, with more threads than one."""
+
+    dtype = torch.float32
+
+    def __init__(self, adds: float, slow_steps: bool, slow_runs: bool) -> None:
+        self._adds, self._slow = adds, {False: slow_steps, True: slow_runs}
+
+    def row_functions(self):
+        def function(x: torch.Tensor, is_run: bool) -> torch.Tensor:
+            several = torch.get_num_threads() > 1
+            time.sleep(0.004 if several == self._slow[is_run] else 0.001)
+            return x + self._adds * several
+
+        return [(3, function), (4, function)]
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize(
+    ("decoder", "expected"),
+    [
+        (Waiting(0.0, slow_steps=True, slow_runs=False), Threads(1, 1, 2)),
+        (Waiting(0.0, slow_steps=False, slow_runs=True), Threads(2, 2, 1)),
+        (Waiting(1.0, slow_steps=True, slow_runs=True), Threads(2, 2, 2)),
+    ],
+)
+def test_the_faster_number_of_threads_wins_where_bits_are_equal(decoder: Waiting, expected: Threads) -> None:
+    start = time.perf_counter()
+    assert choose_threads(decoder, 4, 16) == expected
+    assert time.perf_counter() - start < 2
+    assert torch.get_num_threads() == 2

@@ -112,9 +112,10 @@ def test_codes_come_back_from_the_kernels_layout(symmetric: bool, group_size: in
         pytest.skip("the layout of another CPU")
     name = "int4_per_channel" if group_size is None else "int4_blockwise"
     weight = codes(SCHEMES[name].model_copy(update={"symmetric": symmetric, "group_size": group_size}), 192, 1152)
-    linear = Int4Linear(weight, None, CPU)
-    dense_IO = tinygemm.dequantize(linear._packed, linear._group_size, linear._scale_zero_GO2)
-    np.testing.assert_array_equal(dense_IO.T.float().numpy(), dequantize(weight, "bfloat16").astype(np.float32))
+    linear = make_linear(weight, None, CPU, torch.bfloat16)
+    assert linear.dense_from <= 1152
+    weight_IO = linear(torch.eye(1152, dtype=torch.bfloat16), is_run=True)
+    np.testing.assert_array_equal(weight_IO.T.float().numpy(), dequantize(weight, "bfloat16").astype(np.float32))
 
 
 @pytest.mark.parametrize("parted", [False, True])

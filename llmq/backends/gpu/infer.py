@@ -12,6 +12,7 @@ from llmq.backends.gpu.attention import Cache, RunPlace, StepPlace, send
 from llmq.backends.gpu.device import DTYPES, choose_device
 from llmq.backends.gpu.model import Decoder
 from llmq.backends.gpu.rows import row_counts
+from llmq.backends.gpu.threads import Threads, choose_threads, use
 from llmq.backends.sampling import (
     Rules,
     Seen,
@@ -98,6 +99,7 @@ class TorchModel:
         self._decoder = Decoder(weights, options.max_len, self._device, self._dtype)
         self._row_counts = row_counts(self._decoder, options.num_slots)
         self._num_bytes = self._decoder.num_bytes
+        self._threads = self._choose_threads(options) if self._device.type == "cpu" else None
         name = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "CPU"
         self.caps = Caps(
             device=f"{name}, torch {torch.__version__}",
@@ -107,7 +109,7 @@ class TorchModel:
             max_len=options.max_len,
             chunk_size=_CHUNK_SIZES[self._device.type],
             vocab_size=weights.config.vocab_size,
-            kernels=self._decoder.kernels(),
+            kernels=(*self._decoder.kernels(), *([str(self._threads)] if self._threads else [])),
         )
 
     def init_state(self) -> State:
@@ -177,6 +179,8 @@ class TorchModel:
         slots = np.flatnonzero(active)
         if len(slots) == 0:
             return state, Pending(slots, (torch.zeros(0),), None, state.poisoned)
+        if self._threads is not None:
+            use(self._threads.one if len(slots) == 1 else self._threads.more)
         padded = np.pad(slots, (0, self._row_counts[len(slots)] - len(slots)), mode="edge")
         slots_M = send(padded, self._device)
         place = StepPlace(state.cache, slots, state.positions_S[slots])
@@ -248,6 +252,8 @@ class TorchModel:
         parent: np.ndarray,
     ) -> Tensor:
         """Run tokens of one slot; each sees the rows before `start`, its owner's and its parent's."""
+        if self._threads is not None:
+            use(self._threads.run)
         self._cleanse(state, slot, start)
         positions_M, owner_M, parent_M = map(self._ids, (positions, owner, parent))
         rows_T = torch.arange(start + len(tokens), device=self._device)
@@ -301,6 +307,12 @@ class TorchModel:
         done = torch.cuda.Event()
         done.record()
         return arriving, done
+
+    def _choose_threads(self, options: ModelOptions) -> Threads:
+        if options.num_threads is not None:
+            return Threads(options.num_threads, options.num_threads, options.num_threads)
+        num_tokens = min(_CHUNK_SIZES["cpu"], options.max_len)
+        return choose_threads(self._decoder, options.num_slots, num_tokens)
 
     def _cleanse(self, state: State, slot: int, start: int) -> None:
         """Overwrite what is not finite: attention multiplies rows it does not see by 0, which keeps a NaN."""

@@ -20,7 +20,7 @@ from llmq.quant import QTensor, dequantize
 
 #: By bits: from how many rows of a run on a dense product, with the weight dequantized for it, beats the
 #: kernel. Measured by ``benchmarks/crossover.py`` on a CPU with AVX512.
-DENSE_FROM = {4: 128, 8: 32}
+DENSE_FROM = {4: 96, 8: 32}
 
 
 def to_tensor(array: np.ndarray) -> Tensor:

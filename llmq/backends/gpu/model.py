@@ -20,6 +20,9 @@ from llmq.model.names import EMBEDDING, FINAL_NORM, LM_HEAD, STAGES, layer_prefi
 from llmq.model.rotary import rotary_tables
 from llmq.quant import QTensor, dequantize
 
+#: A number of features, and a function of `[M, features]` and `Place.is_run`.
+RowFunction = tuple[int, Callable[[Tensor, bool], Tensor]]
+
 
 class Embedding:
     """Rows of the embedding matrix; from codes, only the rows looked up are dequantized.
@@ -168,14 +171,14 @@ class Decoder:
         """
         return self.head(rms_norm(x_MD, self.final_norm, self.config.norm_eps), is_run).float()
 
-    def row_functions(self) -> list[tuple[int, Callable[[Tensor], Tensor]]]:
+    def row_functions(self) -> list[RowFunction]:
         """What the model computes row by row: everything but attention; of like layers, one.
 
         Returns:
-            Functions of `[M, features]`, each with its number of features.
+            The head, then the others.
         """
-        like = {tuple((linear.kernel, linear.num_bytes) for linear in layer.linears): layer for layer in self.layers}
-        functions: list[tuple[int, Callable[[Tensor], Tensor]]] = [(self.config.hidden_size, self.logits)]
+        like = {tuple((linear.kernels, linear.num_bytes) for linear in layer.linears): layer for layer in self.layers}
+        functions: list[RowFunction] = [(self.config.hidden_size, self.logits)]
         for layer in like.values():
             functions += [(self.config.hidden_size, f) for f in (layer.qkv, partial(self._mlp, layer))]
             functions.append((self.config.num_heads * self.config.head_dim, layer.o))
