@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -95,6 +96,31 @@ def test_four_devices_train_as_one(sources: tuple[Path, Path], tmp_path: Path) -
     wanted = recipe(*sources, backend="tpu", max_steps=10, batch_size=4, fake_quant_after_n_steps=3, lr=1e-4)
     launch(tmp_path, "one", write_recipe(wanted), sys.executable)
     launch(tmp_path, "four", write_recipe(wanted), sys.executable, XLA_FLAGS="--xla_force_host_platform_device_count=4")
+    assert json.loads((tmp_path / "four" / "llmq.json").read_bytes())["result"]["device"].startswith("4 x cpu")
+    check_alike(tmp_path, "one", "four", plan_run(wanted).schemes)
+
+
+def test_two_processes_of_two_devices_train_as_one(sources: tuple[Path, Path], tmp_path: Path) -> None:
+    wanted = recipe(*sources, backend="tpu", max_steps=10, batch_size=4, save_every=4, lr=1e-4)
+    launch(tmp_path, "one", write_recipe(wanted), sys.executable)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    command = [sys.executable, tmp_path / "run.py", tmp_path / "recipe.yaml", tmp_path / "four", "0"]
+    shared = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        "JAX_COORDINATOR_ADDRESS": address,
+        "JAX_NUM_PROCESSES": "2",
+    }
+    processes = [subprocess.Popen(command, env={**shared, "JAX_PROCESS_ID": str(rank)}) for rank in range(2)]
+    try:
+        assert [process.wait(200) for process in processes] == [0, 0]
+    finally:
+        for process in processes:
+            process.kill()  # one waits for the other
     assert json.loads((tmp_path / "four" / "llmq.json").read_bytes())["result"]["device"].startswith("4 x cpu")
     check_alike(tmp_path, "one", "four", plan_run(wanted).schemes)
 

@@ -4,6 +4,7 @@ Rows of a batch are spread over the devices, and so are the output features of e
 within a row of the weight, so no device needs more than its part to quantize.
 """
 
+import os
 import resource
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -44,9 +46,8 @@ class JaxTrainer:
         BackendError: The device is not there, or computes badly in the type asked for.
     """
 
-    is_main = True
-
     def __init__(self, weights: ModelWeights, options: TrainOptions) -> None:
+        join_processes()
         device = open_device(options.device)
         on_cpu = device.platform == "cpu"
         self.dtype: ComputeType = options.dtype or ("float32" if on_cpu else "bfloat16")
@@ -55,6 +56,7 @@ class JaxTrainer:
                 "dtype='bfloat16': JAX has no fast bfloat16 product on the cpu; use float32 or --backend cpu."
             )
         devices = jax.devices(DEVICES[options.device][1] if options.device else device.platform)
+        self.is_main = jax.process_index() == 0
         self._mesh = Mesh(np.array(devices), ("rows",))
         self.device = f"{len(devices)} x {device.device_kind} (JAX {jax.__version__})"
         self._places = _Places(weights, options)
@@ -92,7 +94,7 @@ class JaxTrainer:
     def evaluate(self, batch: TrainBatch, *, quantized: bool) -> np.ndarray:
         """See `base.Trainer.evaluate`."""
         found = _losses(self._spec, self._trained, self._frozen, self._rows(batch), quantized)
-        return np.asarray(found, np.float64)[: len(batch.tokens)]
+        return whole(found).astype(np.float64)[: len(batch.tokens)]
 
     def weight(self, name: str) -> np.ndarray:
         """See `base.Trainer.weight`."""
@@ -101,7 +103,7 @@ class JaxTrainer:
         parts = [held[part] for part in (key, f"down {key}", f"up {key}") if part in held]
         if index is not None:
             parts = [part[index] for part in parts]
-        return np.array(_merged(*parts, self._spec.factor) if len(parts) > 1 else parts[0])
+        return whole(_merged(*parts, self._spec.factor) if len(parts) > 1 else parts[0])
 
     def state(self) -> dict[str, np.ndarray]:
         """See `base.Trainer.state`."""
@@ -126,7 +128,7 @@ class JaxTrainer:
 
     def peak_bytes(self) -> int:
         """See `base.Trainer.peak_bytes`."""
-        stats = self._mesh.devices.flat[0].memory_stats()
+        stats = self._mesh.local_devices[0].memory_stats()
         return stats["peak_bytes_in_use"] if stats else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     def close(self) -> None:
@@ -165,7 +167,7 @@ class JaxTrainer:
         axis = array.ndim - 2
         splits = array.ndim > 1 and array.shape[axis] % self._mesh.size == 0
         spec = P(*(None,) * axis, "rows") if splits else P()
-        return jax.device_put(array, NamedSharding(self._mesh, spec))
+        return self._spread(array, spec)
 
     def _rows(self, batch: TrainBatch) -> Rows:
         """A batch on the devices, filled up with rows of padding to a multiple of their number."""
@@ -173,7 +175,25 @@ class JaxTrainer:
         arrays = (batch.tokens, batch.targets, batch.learned, batch.documents, cos, sin)
         missing = -len(batch.tokens) % self._mesh.size
         padded = [np.pad(array, [(0, missing)] + [(0, 0)] * (array.ndim - 1)) for array in arrays]
-        return Rows(*jax.device_put(padded, NamedSharding(self._mesh, P("rows"))))
+        return Rows(*(self._spread(array, P("rows")) for array in padded))
+
+    def _spread(self, array: np.ndarray, spec: P) -> jax.Array:
+        """An array that every process holds, on the devices of all."""
+        return jax.make_array_from_callback(array.shape, NamedSharding(self._mesh, spec), lambda part: array[part])
+
+
+def join_processes() -> None:
+    """Become one of several processes, where the environment names their coordinator as JAX does."""
+    if "JAX_COORDINATOR_ADDRESS" in os.environ and not jax.distributed.is_initialized():
+        size, rank = (int(os.environ[name]) for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID"))
+        jax.distributed.initialize(os.environ["JAX_COORDINATOR_ADDRESS"], size, rank)
+
+
+def whole(array: jax.Array) -> np.ndarray:
+    """A copy of a whole array, gathered from all processes, which must all ask for it."""
+    if array.is_fully_addressable:
+        return np.array(array)
+    return np.array(multihost_utils.process_allgather(array, tiled=True))
 
 
 class _Places:
@@ -225,7 +245,7 @@ class _Places:
         for key, array in held.items():
             part, inner = _split(key)
             for at, name in enumerate(self._names[inner]):
-                found[f"{part} {name}"] = np.array(array[at] if inner != name else array)
+                found[f"{part} {name}"] = whole(array[at] if inner != name else array)
         return found
 
     def restack(self, key: str, prefix: str, state: Mapping[str, np.ndarray]) -> np.ndarray:
