@@ -1,0 +1,59 @@
+"""``llmq bench MODEL``; ``bench serve`` has its tests beside the server."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from llmq.cli import app
+from llmq.errors import ConfigError
+from tests.tiny import write_tiny
+
+
+@pytest.mark.parametrize("backend", ["gpu", "tpu"])
+def test_a_model_is_measured_on_both_backends(backend: str, tmp_path: Path) -> None:
+    path = write_tiny(tmp_path / "m", num_hidden_layers=1)
+    options = "--prompt-lens 5,9 --gen-lens 3 --batch-sizes 1,2 --repeat 3 --threads 1 --json --device cpu"
+    result = CliRunner().invoke(
+        app, ["bench", str(path), "--backend", backend, *options.split()], catch_exceptions=False
+    )
+    found = json.loads(result.stdout)
+    assert [(one["batch_size"], one["prompt_len"], one["gen_len"]) for one in found["workloads"]] == [
+        (1, 5, 3),
+        (1, 9, 3),
+        (2, 5, 3),
+        (2, 9, 3),
+    ]
+    for one in found["workloads"]:
+        for name in ("prefill", "decode", "first_token", "step"):
+            assert 0 < one[name]["lowest"] <= one[name]["median"] <= one[name]["highest"]
+        tokens_per_step = one["decode"]["highest"] * one["step"]["lowest"]
+        assert tokens_per_step == pytest.approx(one["batch_size"])
+    assert found["memory_bandwidth"] > 1e8
+    assert 0 < found["weight_bytes"] <= found["device_bytes"] < found["peak_resident_bytes"]
+    assert {"llmq", "numpy", {"gpu": "torch", "tpu": "jax"}[backend]} == set(found["versions"])
+    assert "first token ms" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--prompt-lens 1,x", "prompt_lens='1,x': must be whole numbers from 1 on"),
+        ("--gen-lens 1", "gen_lens='1': must be whole numbers from 2 on"),
+        ("--batch-sizes 0", "batch_sizes='0': must be whole numbers from 1 on"),
+        ("--dtype int3", "dtype='int3': must be bfloat16 or float32"),
+        ("--kv-cache-dtype int3", "kv_cache_dtype='int3': must be auto or int8"),
+        ("--prompt-lens 100000", "100128 tokens are more than the model's context"),
+    ],
+)
+def test_what_cannot_be_measured_is_one_sentence(options: str, message: str, tmp_path: Path) -> None:
+    path = write_tiny(tmp_path / "m", num_hidden_layers=1)
+    with pytest.raises(ConfigError, match=message):
+        CliRunner().invoke(app, ["bench", str(path), *options.split()], catch_exceptions=False)
+
+
+def test_help_names_both() -> None:
+    text = CliRunner().invoke(app, ["bench", "--help"]).output
+    assert "model" in text
+    assert "serve" in text
