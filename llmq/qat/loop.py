@@ -93,20 +93,18 @@ def train(
     Raises:
         TrainingError: The loss is not a number any more.
     """
-    found = checkpoints.load()
-    first = 0
-    if found:
-        first, state = found
+    first, state = checkpoints.load() or (0, None)
+    if state is not None:
         trainer.load_state(first, state)
-    metrics = _Metrics(checkpoints.directory / METRICS, first if found else -1, watch, is_main=trainer.is_main)
-    last = _measured(trainer, held_out, 0, metrics) if first == 0 else None
+    metrics = _Metrics(checkpoints.directory / METRICS, first or -1, watch, is_main=trainer.is_main)
+    last = None if first else _measured(trainer, held_out, 0, metrics)
     for step in range(first, num_steps):
         batches, rate, began = steps[step], recipe.learning_rate(step, num_steps), time.monotonic()
         done = trainer.step(batches, rate, quantized=recipe.is_quantized(step))
         if not math.isfinite(done.loss) or not math.isfinite(done.grad_norm):
             raise TrainingError(
-                f"step {step + 1}: the loss is {done.loss:g} and the gradient's norm {done.grad_norm:g}; lower --lr, "
-                "raise --warmup, or go on from the last checkpoint with other settings."
+                f"step {step + 1}: the loss is {done.loss:g} and the gradient's norm {done.grad_norm:g}; lower --lr "
+                "or raise --warmup."
             )
         metrics.add(
             step=step + 1,
