@@ -33,19 +33,21 @@ class Checkpoints:
         is_main: Whether this process is the one that writes; others only read what was there before.
 
     Raises:
-        ConfigError: The directory is of another run.
+        ConfigError: The directory is of another run, or of something else.
     """
 
     def __init__(
         self, directory: Path, run: Mapping[str, Any], *, resume: bool, keep: int, is_main: bool = True
     ) -> None:
         self.directory, self._keep = directory, keep
-        self._is_new = not (resume and directory.exists())
+        self._is_new = not (resume and (directory / _RUN).exists())
         if not self._is_new:
             _check_same(directory, json.loads(to_json(run)))
         if not (self._is_new and is_main):
             return
         if directory.exists():
+            if not (directory / _RUN).exists() and any(path.name != ".partial" for path in directory.iterdir()):
+                raise ConfigError(f"output: {directory} is where checkpoints go, and holds something else; move it.")
             shutil.rmtree(directory)
         directory.mkdir(parents=True)
         staged = directory / ".partial"

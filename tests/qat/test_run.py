@@ -132,6 +132,15 @@ def test_only_the_newest_checkpoints_are_kept_and_a_torn_one_is_never_seen(tmp_p
     assert Checkpoints(tmp_path / "run", {"a": 2}, resume=False, keep=2).load() is None
 
 
+def test_a_directory_of_the_users_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "notes.txt").write_text("mine")
+    for resume in (False, True):
+        with pytest.raises(ConfigError, match="is where checkpoints go, and holds something else; move it"):
+            Checkpoints(tmp_path / "run", {}, resume=resume, keep=1)
+    assert (tmp_path / "run" / "notes.txt").read_text() == "mine"
+
+
 def test_the_output_is_ready_for_its_grid(model: Path, text: Path, tmp_path: Path) -> None:
     wanted = recipe(model, text, max_steps=3)
     outcome = trained(wanted, tmp_path / "out", command=["llmq", "qat"])
