@@ -183,8 +183,8 @@ def _keep(xp: Any, logits_SV: Array, odds_SV: Array, rules: Rules) -> Array:
 
 def _ordered(xp: Any, array: Array) -> Array:
     """int32 keys in the order of the float32 values."""
-    bits = xp.where(array == 0, 0.0, array).view(xp.int32)  # -0 equals +0
-    return xp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    bits = array.view(xp.int32) * (array != 0)  # -0 equals +0
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 def _threshold(xp: Any, key_SBb: Array, mass_SBb: Array, wanted_S: Array) -> Array:

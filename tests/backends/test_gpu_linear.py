@@ -178,3 +178,38 @@ def test_linears_stored_differently_stand_side_by_side(other: QTensor | np.ndarr
     assert torch.equal(linear(x), torch.cat([part(x) for part in parts], dim=-1))
     assert linear.kernels == tuple(part.kernel for part in parts)
     assert linear.num_bytes == sum(part.num_bytes for part in parts)
+
+
+def sweep(num_features: tuple[int, ...], num_rows: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Every grid on every width: within accumulation as a step and as a run, or refused before there is a layer."""
+    num_right = 0
+    for scheme in SCHEMES.values():
+        blockwise = scheme.granularity is Granularity.BLOCKWISE
+        for group_size in (32, 64, 128, 256) if blockwise else (None,):
+            for symmetric in (True, False):
+                grid = scheme.model_copy(update={"symmetric": symmetric, "group_size": group_size})
+                for width in num_features:
+                    if group_size and width % group_size:
+                        with pytest.raises(ValueError, match="group"):
+                            codes(grid, 64, width)
+                        continue
+                    weight = codes(grid, 64, width)
+                    linear = make_linear(weight, None, CPU, dtype)
+                    for rows in num_rows:
+                        x = torch.randn(rows, width, generator=torch.Generator().manual_seed(rows)).to(dtype)
+                        for is_run in (False, True):
+                            y = linear(x, is_run).float().numpy()
+                            assert_accumulation_only(y, x.float().numpy(), weight, bfloat16=dtype is torch.bfloat16)
+                    num_right += 1
+    return num_right
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_grid(dtype: torch.dtype) -> None:
+    assert sweep((72, 576), (1, 7, 129), dtype) == 16
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_grid_on_every_width_and_number_of_rows(dtype: torch.dtype) -> None:
+    assert sweep((64, 72, 576, 1000, 1001, 11008), (1, 2, 7, 8, 33, 129, 512), dtype) == 56
