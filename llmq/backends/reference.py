@@ -26,6 +26,8 @@ from llmq.backends.base import (
     Stats,
     StepHandle,
     StepOut,
+    Trainer,
+    TrainOptions,
 )
 from llmq.backends.host import host_memory
 from llmq.backends.sampling import Rules, Seen, SlotRules, bias_row, log_probabilities, prompt_row, sample
@@ -305,6 +307,10 @@ class ReferenceBackend:
     def open_calibrator(self, weights: ModelWeights, options: ModelOptions, num_threads: int) -> Calibrator:  # noqa: ARG002
         """See `base.Backend.open_calibrator`: not done here."""
         raise BackendError("backend='reference': does not calibrate; use cpu, gpu or tpu.")
+
+    def open_trainer(self, weights: ModelWeights, options: TrainOptions) -> Trainer:  # noqa: ARG002
+        """See `base.Backend.open_trainer`: not done here."""
+        raise BackendError("backend='reference': does not train; use cpu, gpu or tpu.")
 
 
 def _check_device(device: str | None) -> None:
