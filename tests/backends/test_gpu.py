@@ -1,5 +1,7 @@
 """What only the torch backend has: rows that threads compute, and how many rows a step takes."""
 
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -85,15 +87,14 @@ def test_float32_rows_are_padded_here(tmp_path: Path) -> None:
     assert row_counts(model._decoder, 4)[1] > 1
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_number_of_threads_changes_no_bit(dtype: ComputeType, tmp_path: Path) -> None:
+def test_the_number_of_threads_changes_no_bit(tmp_path: Path) -> None:
     weights = load_weights(str(write_tiny(tmp_path / "m", num_hidden_layers=2)))
     before, outs = torch.get_num_threads(), []
     prompt = np.arange(1, 100, dtype=np.int32)
     try:
         torch.set_num_threads(2)
         for num_threads in (None, 1, 2):
-            options = ModelOptions(device="cpu", dtype=dtype, num_slots=3, max_len=140, num_threads=num_threads)
+            options = ModelOptions(device="cpu", num_slots=3, max_len=140, num_threads=num_threads)
             model = GPUBackend().open_model(weights, options)
             assert model.caps.kernels[-1].startswith("threads: ")
             state = model.init_state()
@@ -112,7 +113,7 @@ def test_the_number_of_threads_changes_no_bit(dtype: ComputeType, tmp_path: Path
 class Waiting:
     """Stands for a decoder that is slower, or computes something else, with more threads than one."""
 
-    dtype = torch.float32
+    dtype = torch.bfloat16
 
     def __init__(self, adds: float, slow_steps: bool, slow_runs: bool) -> None:
         self._adds, self._slow = adds, {False: slow_steps, True: slow_runs}
@@ -137,6 +138,34 @@ class Waiting:
 )
 def test_the_faster_number_of_threads_wins_where_bits_are_equal(decoder: Waiting, expected: Threads) -> None:
     start = time.perf_counter()
-    assert choose_threads(decoder, 4, 16) == expected
+    assert choose_threads(decoder, [1, 1, 2, 4, 4], 16) == expected
     assert time.perf_counter() - start < 2
     assert torch.get_num_threads() == 2
+
+
+#: What loading takes beside the weights: kernels' own memory, the cache of one slot, one layer on its way.
+_BESIDE_WEIGHTS = 48 << 20
+
+_LOAD = """
+import sys, torch
+from llmq.backends.base import ModelOptions
+from llmq.backends.gpu.backend import GPUBackend
+from llmq.checkpoint.loader import load_weights
+
+def resident(name):
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(name)) * 1024
+
+weights = load_weights(sys.argv[1])
+before = resident("VmRSS")
+model = GPUBackend().open_model(weights, ModelOptions(device="cpu", max_len=64, num_threads=1))
+print(weights.num_bytes, resident("VmRSS") - before, resident("VmHWM") - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_loading_holds_one_copy(smollm2_int4: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", _LOAD, smollm2_int4], capture_output=True, text=True, check=True)
+    stored, resident, most = map(int, done.stdout.split())
+    assert resident <= 1.15 * stored + _BESIDE_WEIGHTS
+    assert most <= 1.15 * stored + 2 * _BESIDE_WEIGHTS

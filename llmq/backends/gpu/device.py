@@ -1,5 +1,7 @@
 """Which torch devices and kernels are usable here."""
 
+import ctypes
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -55,6 +57,12 @@ def memory(name: str | None) -> Memory:
         return host_memory()
     free, total = torch.cuda.mem_get_info(device)
     return Memory(total, free)
+
+
+def release_freed_memory() -> None:
+    """Give freed memory back to the system: glibc keeps what lies between blocks in use, several times a model's size."""
+    with suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def has_cuda() -> bool:

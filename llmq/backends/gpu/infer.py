@@ -1,10 +1,12 @@
 """`base.InferenceModel` in torch."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from llmq.backends.base import Caps, ModelOptions, Run, Scores, SlotSampling, State, Stats, StepHandle, StepOut
@@ -263,12 +265,17 @@ class TorchModel:
         if window := self._decoder.config.sliding_window:
             positions_T = torch.cat([rows_T[:start], positions_M])
             visible_MT &= positions_M[:, None] - positions_T < window
-        return self._decoder.forward(self._ids(tokens), positions_M, RunPlace(state.cache, slot, start, visible_MT))
+        least = np.minimum.accumulate(parent[::-1])[
+            ::-1
+        ]  # a family begins where nothing behind continues what is before
+        families = np.flatnonzero((np.diff(owner, prepend=-1) > 0) & (least == owner)) if start == 0 else [0]
+        parts = [slice(*edges) for edges in itertools.pairwise([*families, len(tokens)])]
+        place = RunPlace(state.cache, slot, start, visible_MT, parts)
+        return self._decoder.forward(self._ids(tokens), positions_M, place)
 
     def _score(self, x_MD: Tensor, targets_M: Tensor) -> tuple[Tensor, Tensor]:
         logits_MV = self._decoder.logits(x_MD, is_run=True)
-        chosen_M = logits_MV.gather(1, targets_M[:, None])[:, 0]
-        return chosen_M - logits_MV.logsumexp(dim=-1), logits_MV.argmax(dim=-1) == targets_M
+        return -F.cross_entropy(logits_MV, targets_M, reduction="none"), logits_MV.argmax(dim=-1) == targets_M
 
     def _sample(
         self,
@@ -312,7 +319,7 @@ class TorchModel:
         if options.num_threads is not None:
             return Threads(options.num_threads, options.num_threads, options.num_threads)
         num_tokens = min(_CHUNK_SIZES["cpu"], options.max_len)
-        return choose_threads(self._decoder, options.num_slots, num_tokens)
+        return choose_threads(self._decoder, self._row_counts, num_tokens)
 
     def _cleanse(self, state: State, slot: int, start: int) -> None:
         """Overwrite what is not finite: attention multiplies rows it does not see by 0, which keeps a NaN."""

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llmq.backends.gpu.attention import Place
+from llmq.backends.gpu.device import release_freed_memory
 from llmq.backends.gpu.linear import Linear, make_joined, make_linear, to_tensor
 from llmq.checkpoint.loader import ModelWeights
 from llmq.model.names import EMBEDDING, FINAL_NORM, LM_HEAD, STAGES, layer_prefix
@@ -117,11 +118,14 @@ class Decoder:
     def __init__(self, weights: ModelWeights, max_len: int, device: torch.device, dtype: torch.dtype) -> None:
         self.config = config = weights.config
         self.device, self.dtype = device, dtype
-        self.embedding = Embedding(weights[EMBEDDING], device, dtype)
-        self.layers = [Layer(weights, index, device, dtype) for index in range(config.num_layers)]
+        table = weights[EMBEDDING]
+        self.embedding = Embedding(table, device, dtype)
+        self.layers: list[Layer] = []
+        for index in range(config.num_layers):
+            self.layers.append(Layer(weights, index, device, dtype))
+            release_freed_memory()
         self.final_norm = norm_weight(weights, FINAL_NORM, device, dtype)
-        head = EMBEDDING if config.tie_embeddings else LM_HEAD
-        self.head = make_linear(weights[head], None, device, dtype)
+        self.head = make_linear(table if config.tie_embeddings else weights[LM_HEAD], None, device, dtype)
         cos, sin = rotary_tables(config, max_len)
         self.cos_Th = torch.from_numpy(np.concatenate([cos, cos], axis=-1)).to(device)
         self.sin_Th = torch.from_numpy(np.concatenate([-sin, sin], axis=-1)).to(device)

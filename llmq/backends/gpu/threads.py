@@ -17,6 +17,8 @@ from llmq.backends.gpu.model import Decoder, RowFunction
 #: Seconds of each of the three measurements, about: candidates take turns while there is time.
 _BUDGET = 0.3
 
+Call = Callable[[], list[Tensor]]
+
 
 @dataclass(frozen=True, slots=True)
 class Threads:
@@ -37,25 +39,30 @@ class Threads:
 
 
 @torch.inference_mode()
-def choose_threads(decoder: Decoder, num_slots: int, num_tokens: int) -> Threads:
+def choose_threads(decoder: Decoder, row_counts: Sequence[int], num_tokens: int) -> Threads:
     """Measure, on one of each kind of layer and the head.
 
     Args:
         decoder: The model.
-        num_slots: Rows of a step at most.
+        row_counts: Rows computed for every number of active slots, from 0 on.
         num_tokens: Of a run.
 
     Returns:
-        The fastest numbers, at most the current one, which is left as it is.
+        The fastest numbers, at most the current one, which is left as it is. In float32 always the
+        current one: a product's and attention's last bits depend on it.
     """
+    most = torch.get_num_threads()
+    if decoder.dtype is torch.float32 or most == 1:
+        return Threads(most, most, most)
     head, *layers = decoder.row_functions()
-    calls = [partial(_rows, decoder, [head, *layers], count, False) for count in (1, num_slots)]
-    calls.append(partial(_rows, decoder, layers, num_tokens, True))
-    before = torch.get_num_threads()
+    steps = {count: partial(_rows, decoder, [head, *layers], count, False) for count in row_counts[1:]}
+    run = partial(_rows, decoder, layers, num_tokens, True)
     try:
-        return Threads(*(_fastest(call, before) for call in calls))
+        for_steps = _agreeing(list(steps.values()), most)
+        one, more = (_fastest(steps[count], for_steps) for count in (row_counts[1], row_counts[-1]))
+        return Threads(one, more, _fastest(run, _agreeing([run], most)))
     finally:
-        use(before)
+        use(most)
 
 
 def use(num_threads: int) -> None:
@@ -76,24 +83,27 @@ def _rows(decoder: Decoder, functions: Sequence[RowFunction], count: int, is_run
     ]
 
 
-def _fastest(call: Callable[[], list[Tensor]], most: int) -> int:
-    """The number of threads with the shortest call; the first call of each is not timed."""
-    candidates = [n for n in (1 << power for power in range(most.bit_length())) if n < most] + [most]
-    results = [_with_threads(n, call) for n in candidates]
-    seconds: dict[int, list[float]] = {
-        n: [] for n, result in zip(candidates, results, strict=True) if all(map(torch.equal, result, results[-1]))
-    }
-    if len(seconds) == 1:
-        return most
+def _agreeing(calls: Sequence[Call], most: int) -> list[int]:
+    """Numbers of threads under which every call gives the bits that it gives with the most."""
+    expected = _with_threads(most, calls)
+    fewer = [n for n in (1 << power for power in range(most.bit_length())) if n < most]
+    return [n for n in fewer if all(map(torch.equal, _with_threads(n, calls), expected))] + [most]
+
+
+def _fastest(call: Call, candidates: Sequence[int]) -> int:
+    """The number of threads with the shortest call."""
+    if len(candidates) == 1:
+        return candidates[0]
+    seconds: dict[int, list[float]] = {n: [] for n in candidates}
     start = time.perf_counter()
     while time.perf_counter() - start < _BUDGET:
         for n, measured in seconds.items():
             before = time.perf_counter()
-            _with_threads(n, call)
+            _with_threads(n, [call])
             measured.append(time.perf_counter() - before)
-    return min(seconds, key=lambda n: statistics.median(seconds[n]))
+    return min(candidates, key=lambda n: statistics.median(seconds[n]))
 
 
-def _with_threads(num_threads: int, call: Callable[[], list[Tensor]]) -> list[Tensor]:
+def _with_threads(num_threads: int, calls: Sequence[Call]) -> list[Tensor]:
     use(num_threads)
-    return call()
+    return [result for call in calls for result in call()]
