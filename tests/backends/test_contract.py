@@ -316,11 +316,14 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 TREE = [(11, 20, None), (5, 6, None), (20, 25, 0), (2, 12, 1), (30, 31, 0), (25, 30, None)]
 
 
+@pytest.mark.parametrize("num_shared", [0, 11])
 @pytest.mark.parametrize("changes", WINDOWS)
-def test_runs_are_scored_as_if_each_stood_alone(backend: Backend, changes: dict, tmp_path: Path) -> None:
+def test_runs_are_scored_as_if_each_stood_alone(
+    backend: Backend, changes: dict, num_shared: int, tmp_path: Path
+) -> None:
     plain = load_weights(str(write_tiny(tmp_path / "m", num_hidden_layers=2, **changes)))
     model = opened(backend, plain, num_slots=2)
-    prefix, rng = TOKENS[:11], np.random.default_rng(0)
+    prefix, rng = TOKENS[:num_shared], np.random.default_rng(0)
     runs, expected = [], []
     for start, end, parent in TREE:
         tokens = TOKENS[start:end]
@@ -332,7 +335,8 @@ def test_runs_are_scored_as_if_each_stood_alone(backend: Backend, changes: dict,
         runs.append(Run(tokens, targets if start != 5 else None, parent))
 
     state, _ = model.extend(model.init_state(), 0, TOKENS[::-1].copy()[:20], 0)  # another slot's business
-    state, _ = model.extend(state, 1, prefix, 0)
+    if num_shared:
+        state, _ = model.extend(state, 1, prefix, 0)
     for count in (6, 1, 5):  # again and again: the prefix is still what it was
         state, scores = model.score(state, 1, len(prefix), runs[:count])
         for run, got, (logprobs, is_greedy) in zip(runs, scores, expected, strict=False):

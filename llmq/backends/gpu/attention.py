@@ -10,6 +10,7 @@ K kv heads, R = H / K, h head size.
 """
 
 import itertools
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -87,17 +88,17 @@ class Cache:
         heads = slots[:, None] * self.num_kv_heads + np.arange(self.num_kv_heads)
         return send((heads * self.max_len + positions[:, None]).ravel(), self.device)
 
-    def read(self, slots: slice, window: int) -> list[tuple[Tensor, ...]]:
-        """For every layer, what is stored in the first rows of neighbouring slots, in place.
+    def read(self, slots: slice, rows: slice) -> list[tuple[Tensor, ...]]:
+        """For every layer, what is stored in some rows of neighbouring slots, in place.
 
         Args:
             slots: B slots.
-            window: T rows.
+            rows: T rows.
 
         Returns:
             For each, keys and values `[B, K, T, h]`, then their scales if they have any.
         """
-        return list(zip(*(part[:, slots, :, :window].unbind() for part in self._parts), strict=True))
+        return list(zip(*(part[:, slots, :, rows].unbind() for part in self._parts), strict=True))
 
     def copy(self, source: int, target: int, num_tokens: int) -> None:
         """Copy the first rows of a slot to another."""
@@ -184,23 +185,33 @@ class RunPlace:
         slot: Which slot.
         start: Row of the first token.
         visible_MT: Rows that each token sees, T up to the last token's.
+        parts: Cuts the tokens where those behind see none of those before; they attend apart. Only
+            without rows before `start`, which all of them see.
     """
 
     is_run = True
 
-    def __init__(self, cache: Cache, slot: int, start: int, visible_MT: Tensor) -> None:
+    def __init__(self, cache: Cache, slot: int, start: int, visible_MT: Tensor, parts: Sequence[slice]) -> None:
         self._cache, end = cache, visible_MT.shape[1]
         self._rows = cache.rows(np.array([slot]), np.arange(start, end))
-        self._stored = cache.read(slice(slot, slot + 1), end)
-        self._mask = _additive(visible_MT, cache.compute_dtype).repeat(cache.num_repeats, 1)
+        self._parts = [
+            (
+                tokens,
+                cache.read(slice(slot, slot + 1), rows),
+                _additive(visible_MT[tokens, rows], cache.compute_dtype).repeat(cache.num_repeats, 1),
+            )
+            for tokens, rows in ((part, slice(0, end) if start else part) for part in parts)
+        ]
 
     def attend(self, layer: int, q_MHh: Tensor, k_MKh: Tensor, v_MKh: Tensor) -> Tensor:
         """See `Place.attend`."""
         self._cache.write(layer, self._rows, k_MKh, v_MKh)
-        num_tokens, num_kv_heads, _ = k_MKh.shape
-        q_KMh = q_MHh.transpose(0, 1).reshape(num_kv_heads, -1, q_MHh.shape[-1])  # the R heads of a key in turn
-        out_KMh = attend(q_KMh[None], self._stored[layer], self._mask)[0]
-        return out_KMh.reshape(-1, num_tokens, q_MHh.shape[-1]).transpose(0, 1).reshape(num_tokens, -1)
+        outs = []
+        for tokens, stored, mask in self._parts:
+            q_HMh = q_MHh[tokens].transpose(0, 1)
+            q_KMh = q_HMh.reshape(k_MKh.shape[1], -1, q_HMh.shape[-1])  # the R heads of a key in turn
+            outs.append(attend(q_KMh[None], stored[layer], mask)[0].reshape(q_HMh.shape).transpose(0, 1).flatten(1))
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
 class StepPlace:
@@ -239,7 +250,7 @@ class _Group:
     def __init__(self, cache: Cache, slots: np.ndarray, positions: np.ndarray, rows: slice) -> None:
         self.rows = rows
         window = cache.window(int(positions[0]))
-        self.stored = cache.read(slice(int(slots[0]), int(slots[-1]) + 1), window)
+        self.stored = cache.read(slice(int(slots[0]), int(slots[-1]) + 1), slice(window))
         back = np.arange(window)
         visible = back <= positions[:, None]
         if cache.sliding_window:
