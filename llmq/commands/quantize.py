@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from llmq.commands import options
-from llmq.config import Override, QuantizationConfig, validated
+from llmq.config import QuantizationConfig, validated
 
 if TYPE_CHECKING:
     from llmq.convert import ConversionPlan
@@ -47,26 +47,13 @@ def quantize(
 ) -> None:  # fmt: skip
     """Quantize a checkpoint with an algorithm that searches or calibrates, and write an artifact."""
     from llmq.checkpoint.reader import open_checkpoint
-    from llmq.quantize.trained import settle, trained_config
+    from llmq.checkpoint.trained import check_trained, trained_config
+    from llmq.quantize.options import choose_algorithm
 
-    settings = {
-        "scheme": scheme,
-        "group_size": groupsize,
-        "groupsize_fallback": groupsize_fallback,
-        "symmetric": sym,
-        "embedding": embedding,
-        "lm_head": lm_head,
-        "ignore": tuple(ignore or ()),
-        "overrides": tuple(Override.parse(text) for text in override or ()),
-    }
-    sources = {"group_size": "groupsize", "symmetric": "sym", "overrides": "override"}
-    given = {
-        field: value
-        for field, value in settings.items()
-        if (source := ctx.get_parameter_source(sources.get(field, field))) and source.name == "COMMANDLINE"
-    }
+    given = options.named_fields(ctx)
     trained = trained_config(open_checkpoint(model).config)
-    config, algorithm = settle(trained, {"scheme": scheme, **given} if trained is None else given, algorithm)
+    config = check_trained(trained, {"scheme": scheme, **given} if trained is None else given)
+    algorithm = choose_algorithm(algorithm, is_trained=trained is not None)
     from llmq.checkpoint.writer import check_target
     from llmq.commands.convert import print_coverage, summary
     from llmq.commands.terminal import count_progress, human_bytes, print_json, say

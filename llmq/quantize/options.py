@@ -152,3 +152,23 @@ class QuantizeOptions(Frozen):
                 f"dataset: is missing; {self.algorithm} calibrates on text, so name some, or choose one of {free}"
             )
         return self
+
+
+def choose_algorithm(named: str | None, *, is_trained: bool) -> str:
+    """The algorithm to quantize with.
+
+    Args:
+        named: By the user, if any.
+        is_trained: Whether the checkpoint was trained for its grid.
+
+    Returns:
+        A key of `ALGORITHMS`, or what is none; a trained grid is reached by rounding to nearest, and by nothing else.
+
+    Raises:
+        ConfigError: What the user named contradicts the training.
+    """
+    if is_trained and named not in (None, "rtn"):
+        raise ConfigError(
+            f"algorithm={named!r}: the checkpoint was trained for the nearest codes; leave it out or choose rtn."
+        )
+    return named or ("rtn" if is_trained else "gptq")

@@ -28,7 +28,7 @@ from llmq.backends.sampling import (
 from llmq.checkpoint.loader import ModelWeights
 
 #: Tokens of a prompt written at once, by type of device.
-_CHUNK_SIZES = {"cpu": 256, "cuda": 256}
+_CHUNK_SIZES = {"cpu": 128, "cuda": 256}
 
 #: Rows of logits held at once while scoring: 50 MB for a vocabulary of 49,152.
 _HEAD_ROWS = 256
