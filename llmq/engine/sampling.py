@@ -70,7 +70,7 @@ class SamplingParams(Frozen):
     min_p: Annotated[float, Field(ge=0, le=1), Finite] = 0.0
     presence_penalty: Annotated[float, Field(ge=-2, le=2), Finite] = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2), Finite] = 0.0
-    repetition_penalty: Annotated[float, Field(gt=0, le=100), Finite] = 1.0
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100), Finite] = 1.0
     logit_bias: Mapping[TokenId, Annotated[float, Field(ge=-100, le=100), Finite]] = Field(
         default_factory=lambda: MappingProxyType({}), max_length=MAX_BIASES
     )

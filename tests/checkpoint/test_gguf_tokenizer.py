@@ -78,7 +78,9 @@ class TestSmolLM2:
         for messages in (chat, [{"role": "system", "content": "Be brief."}, *chat]):
             text = oracle.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation_prompt)
             assert smollm2.render_chat(messages, generation_prompt) == text
-            assert smollm2.encode_chat(messages, generation_prompt) == oracle.encode(text, add_special_tokens=False)
+            assert smollm2.encode_chat(messages, add_generation_prompt=generation_prompt) == oracle.encode(
+                text, add_special_tokens=False
+            )
 
     def test_special_tokens(self, smollm2: Tokenizer) -> None:
         assert (smollm2.bos_token_id, smollm2.adds_bos, smollm2.eos_token_ids) == (1, False, {2})

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from llmq.backends.base import Caps, ModelOptions, Run, Scores, SlotSampling, State, Stats, StepHandle, StepOut
@@ -275,7 +274,8 @@ class TorchModel:
 
     def _score(self, x_MD: Tensor, targets_M: Tensor) -> tuple[Tensor, Tensor]:
         logits_MV = self._decoder.logits(x_MD, is_run=True)
-        return -F.cross_entropy(logits_MV, targets_M, reduction="none"), logits_MV.argmax(dim=-1) == targets_M
+        chosen_M = logits_MV.gather(1, targets_M[:, None])[:, 0]
+        return chosen_M - logits_MV.logsumexp(dim=-1), logits_MV.argmax(dim=-1) == targets_M
 
     def _sample(
         self,
