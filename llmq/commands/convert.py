@@ -3,12 +3,16 @@
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from llmq.commands import options
 from llmq.config import QuantizationConfig
+
+if TYPE_CHECKING:
+    from llmq.checkpoint.record import Record
+    from llmq.convert import ConversionPlan
 
 
 def convert(
@@ -32,25 +36,52 @@ def convert(
     from llmq.checkpoint.reader import open_checkpoint
     from llmq.checkpoint.trained import check_trained, trained_config
     from llmq.checkpoint.writer import check_target
-    from llmq.commands.terminal import byte_progress, human_bytes, print_json, say
-    from llmq.convert import convert, coverage_row, plan_conversion
+    from llmq.commands.terminal import byte_progress
+    from llmq.convert import convert, plan_conversion
 
     trained = trained_config(open_checkpoint(model).config)
     given = options.named_fields(ctx)
     config = check_trained(trained, given if trained else {"scheme": scheme, **given})
     plan = plan_conversion(model, config, strict=strict)
     target = output or Path(f"{Path(model).resolve().stem}-{config.scheme}")
-    size = plan.artifact_bytes
     if dry_run:
-        rows = [coverage_row(row).model_dump(mode="json") for row in plan.coverage]
-        print_coverage(rows)
-        say(f"{summary(rows)}; would write {human_bytes(size)} ({size:,} bytes) to {target}")
-        if as_json:
-            print_json({"dry_run": True, "output": str(target), "artifact_bytes": size, "coverage": rows})
+        print_plan(plan, target, as_json=as_json)
         return
     check_target(target, plan.reader.path, force=force)
     with byte_progress("converting") as progress:
         done = convert(plan, target, force=force, command=["llmq", *sys.argv[1:]], progress=progress)
+    print_written(plan, done, target, as_json=as_json)
+
+
+def print_plan(plan: "ConversionPlan", target: Path, *, as_json: bool) -> None:
+    """Tell what would be written.
+
+    Args:
+        plan: What would become of every tensor.
+        target: Where.
+        as_json: For programs too.
+    """
+    from llmq.commands.terminal import human_bytes, print_json, say
+    from llmq.convert import coverage_row
+
+    rows, size = [coverage_row(row).model_dump(mode="json") for row in plan.coverage], plan.artifact_bytes
+    print_coverage(rows)
+    say(f"{summary(rows)}; would write {human_bytes(size)} ({size:,} bytes) to {target}")
+    if as_json:
+        print_json({"dry_run": True, "output": str(target), "artifact_bytes": size, "coverage": rows})
+
+
+def print_written(plan: "ConversionPlan", done: "Record", target: Path, *, as_json: bool) -> None:
+    """Tell what was written.
+
+    Args:
+        plan: Of the source.
+        done: The artifact's record.
+        target: The artifact.
+        as_json: For programs too.
+    """
+    from llmq.commands.terminal import human_bytes, print_json, say
+
     record = done.model_dump(mode="json")
     written = sum(file.stat().st_size for file in target.iterdir())
     print_coverage(record["coverage"])

@@ -55,9 +55,9 @@ def quantize(
     config = check_trained(trained, {"scheme": scheme, **given} if trained is None else given)
     algorithm = choose_algorithm(algorithm, is_trained=trained is not None)
     from llmq.checkpoint.writer import check_target
-    from llmq.commands.convert import print_coverage, summary
-    from llmq.commands.terminal import count_progress, human_bytes, print_json, say
-    from llmq.convert import coverage_row, plan_conversion
+    from llmq.commands.convert import print_plan, print_written
+    from llmq.commands.terminal import count_progress, say
+    from llmq.convert import plan_conversion
     from llmq.quantize.mixed import plan_mixed, quantize_to_divergence
     from llmq.quantize.options import QuantizeOptions, Target
     from llmq.quantize.run import check_algorithm, quantize
@@ -87,26 +87,14 @@ def quantize(
             plan, kl = plan_mixed(plan, wanted, target, run)
             say(f"{_mix(plan)}; expected divergence {kl:.4f} nats a token")
         if dry_run:
-            rows = [coverage_row(row).model_dump(mode="json") for row in plan.coverage]
-            print_coverage(rows)
-            size = plan.artifact_bytes
-            say(f"{summary(rows)}; would write {human_bytes(size)} ({size:,} bytes) to {target}")
-            if as_json:
-                print_json({"dry_run": True, "output": str(target), "artifact_bytes": size, "coverage": rows})
+            print_plan(plan, target, as_json=as_json)
             return
         if wanted.target.max_kl is None:
             done = quantize(plan, wanted, target, run)
         else:
             done, kl = quantize_to_divergence(uniform, wanted, target, run)
             say(f"divergence {kl:.4f} nats a token on held-out text")
-    record = done.model_dump(mode="json")
-    written = sum(file.stat().st_size for file in target.iterdir())
-    print_coverage(record["coverage"])
-    say(
-        f"{summary(record['coverage'])}; {human_bytes(plan.source_bytes)} -> {human_bytes(written)} ({written:,} bytes) in {target}"
-    )
-    if as_json:
-        print_json({"output": str(target), "artifact_bytes": written, **record})
+    print_written(plan, done, target, as_json=as_json)
 
 
 def _mix(plan: "ConversionPlan") -> str:

@@ -93,14 +93,14 @@ class ChatTemplate:
         except ConfigError:
             raise
         except Exception as err:  # a template is a foreign program: it can fail in any way
-            raise ConfigError(f"messages: the model's chat template refuses them ({_reason(err)}).") from err
+            raise ConfigError(f"messages: the model's chat template refuses them ({reason(err)}).") from err
 
     @cached_property
     def _template(self) -> jinja2.Template:
         try:
             return _environment().from_string(self._source)
         except jinja2.TemplateError as err:
-            raise ConfigError(f"messages: the model's chat template is not valid Jinja ({_reason(err)}).") from err
+            raise ConfigError(f"messages: the model's chat template is not valid Jinja ({reason(err)}).") from err
 
 
 def _joined(pieces: Iterator[str]) -> str:
@@ -236,5 +236,6 @@ def _strftime_now(pattern: str) -> str:
     return datetime.now().strftime(pattern)
 
 
-def _reason(err: Exception) -> str:
+def reason(err: Exception) -> str:
+    """The first line of what an exception says, or its name, without a full stop."""
     return (str(err).strip() or type(err).__name__).splitlines()[0].rstrip(".")

@@ -17,7 +17,7 @@ from typing import Any
 import tokenizers
 
 from llmq.errors import CheckpointError, ConfigError
-from llmq.model.chat import ChatTemplate
+from llmq.model.chat import ChatTemplate, reason
 from llmq.model.config import ModelConfig
 from llmq.model.spelled import Hidden, replaced
 from llmq.model.stream import TextStream
@@ -312,10 +312,6 @@ def _byte_alphabet() -> dict[str, int]:
 _BYTE_OF = _byte_alphabet()
 
 
-def _reason(err: Exception) -> str:
-    return (str(err).strip() or type(err).__name__).splitlines()[0].rstrip(".")
-
-
 def _backend(files: Mapping[str, bytes]) -> tokenizers.Tokenizer:
     if "tokenizer.json" not in files:
         raise CheckpointError(
@@ -325,7 +321,7 @@ def _backend(files: Mapping[str, bytes]) -> tokenizers.Tokenizer:
     try:
         backend = tokenizers.Tokenizer.from_buffer(files["tokenizer.json"])
     except ValueError as err:
-        raise CheckpointError(f"tokenizer.json: is not a tokenizer ({_reason(err)}); fetch it again.") from err
+        raise CheckpointError(f"tokenizer.json: is not a tokenizer ({reason(err)}); fetch it again.") from err
     backend.no_truncation()
     backend.no_padding()
     return backend
@@ -335,7 +331,7 @@ def _read_json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
     try:
         value = json.loads(files.get(name, b"{}"))
     except (ValueError, RecursionError) as err:
-        raise CheckpointError(f"{name}: is not valid JSON ({_reason(err)}).") from err
+        raise CheckpointError(f"{name}: is not valid JSON ({reason(err)}).") from err
     if not isinstance(value, dict):
         raise CheckpointError(f"{name}: must hold a JSON object.")
     return value
@@ -350,7 +346,7 @@ def _chat_template(files: Mapping[str, bytes], settings: Mapping[str, Any]) -> s
             return next((row["template"] for row in template if row["name"] == "default"), None)
     except (UnicodeDecodeError, KeyError, TypeError) as err:
         raise CheckpointError(
-            f"chat_template: is neither text nor a list of names and templates ({_reason(err)})."
+            f"chat_template: is neither text nor a list of names and templates ({reason(err)})."
         ) from err
     if template is not None and not isinstance(template, str):
         raise CheckpointError(f"chat_template: is neither text nor a list of names and templates, but {template!r}.")

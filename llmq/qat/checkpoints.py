@@ -3,7 +3,6 @@
 One safetensors file a checkpoint, the same for every backend and any number of processes.
 """
 
-import json
 import re
 import shutil
 from collections.abc import Mapping
@@ -12,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from llmq.checkpoint.run import RUN, check_run, start_run
 from llmq.checkpoint.safetensors import encode_header, flush_to_disk, read_header, write_array
-from llmq.checkpoint.writer import to_json
 from llmq.errors import ConfigError
 
-#: Holds what is run; every checkpoint and the metrics lie beside it.
-_RUN, METRICS = "run.json", "metrics.jsonl"
+#: Lies beside the checkpoints.
+METRICS = "metrics.jsonl"
 
 _NAME = re.compile(r"step-(\d{8})\.safetensors")
 
@@ -40,19 +39,16 @@ class Checkpoints:
         self, directory: Path, run: Mapping[str, Any], *, resume: bool, keep: int, is_main: bool = True
     ) -> None:
         self.directory, self._keep = directory, keep
-        self._is_new = not (resume and (directory / _RUN).exists())
+        self._is_new = not (resume and (directory / RUN).exists())
         if not self._is_new:
-            _check_same(directory, json.loads(to_json(run)))
+            check_run(directory, run)
         if not (self._is_new and is_main):
             return
         if directory.exists():
-            if not (directory / _RUN).exists() and any(path.name != ".partial" for path in directory.iterdir()):
+            if not (directory / RUN).exists() and any(path.name != ".partial" for path in directory.iterdir()):
                 raise ConfigError(f"output: {directory} is where checkpoints go, and holds something else; move it.")
             shutil.rmtree(directory)
-        directory.mkdir(parents=True)
-        staged = directory / ".partial"
-        staged.write_bytes(to_json(run))
-        staged.replace(directory / _RUN)
+        start_run(directory, run)
 
     def save(self, step: int, state: Mapping[str, np.ndarray]) -> None:
         """Keep a state; all of it or, if the process dies, nothing.
@@ -93,17 +89,3 @@ class Checkpoints:
     def _steps(self) -> list[int]:
         found = (_NAME.fullmatch(path.name) for path in self.directory.iterdir())
         return sorted(int(match[1]) for match in found if match)
-
-
-def _check_same(directory: Path, run: Mapping[str, Any]) -> None:
-    try:
-        before = json.loads((directory / _RUN).read_bytes())
-    except (OSError, ValueError) as err:
-        raise ConfigError(f"resume: {directory} holds no usable run; leave out --resume to start anew.") from err
-    changed = sorted(name for name in {*before, *run} if before.get(name) != run.get(name))
-    if changed:
-        name = changed[0]
-        raise ConfigError(
-            f"resume: the interrupted run had {name}={before.get(name)!r}, now it is {run.get(name)!r}; "
-            "give the same settings, or leave out --resume to start anew."
-        )

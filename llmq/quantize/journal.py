@@ -11,14 +11,10 @@ import numpy as np
 from llmq.checkpoint import layout
 from llmq.checkpoint.layout import Entry
 from llmq.checkpoint.loader import logical_names
+from llmq.checkpoint.run import check_run, start_run
 from llmq.checkpoint.safetensors import read_header, write_file
-from llmq.checkpoint.writer import to_json
-from llmq.errors import ConfigError
 from llmq.quant import QTensor, pack_int4
 from llmq.quantize.blocks import QuantizedBlock
-
-#: Holds what was run; each block has a file of its own beside it.
-_RUN = "run.json"
 
 
 class Journal:
@@ -36,14 +32,11 @@ class Journal:
     def __init__(self, directory: Path, run: Mapping[str, Any], *, resume: bool) -> None:
         self._directory = directory
         if resume and directory.exists():
-            _check_same(directory, json.loads(to_json(run)))
+            check_run(directory, run)
             return
         if directory.exists():
             shutil.rmtree(directory)
-        directory.mkdir(parents=True)
-        staged = directory / ".partial"
-        staged.write_bytes(to_json(run))
-        staged.replace(directory / _RUN)
+        start_run(directory, run)
 
     def add(self, block: QuantizedBlock) -> None:
         """Keep a block; all of it or, if the process dies, nothing.
@@ -91,17 +84,3 @@ class Journal:
 
     def _path(self, index: int) -> Path:
         return self._directory / f"block-{index:05d}.safetensors"
-
-
-def _check_same(directory: Path, run: Mapping[str, Any]) -> None:
-    try:
-        before = json.loads((directory / _RUN).read_bytes())
-    except (OSError, ValueError) as err:
-        raise ConfigError(f"resume: {directory} holds no usable run; leave out --resume to start anew.") from err
-    changed = sorted(name for name in {*before, *run} if before.get(name) != run.get(name))
-    if changed:
-        name = changed[0]
-        raise ConfigError(
-            f"resume: the interrupted run had {name}={before.get(name)!r}, now it is {run.get(name)!r}; "
-            "give the same settings, or leave out --resume to start anew."
-        )
