@@ -86,7 +86,7 @@ class TestOverload:
             eventually(lambda: api.metrics()["llmq:num_requests_waiting"] == 1, 5)
             began = time.monotonic()
             response = api.post(COMPLETIONS, **LONG)
-            assert time.monotonic() - began < 0.1
+            assert time.monotonic() - began < 1  # of the seconds that a place in the queue would take
             refused(response, 429, kind="rate_limit_error")
             assert int(response.headers["retry-after"]) >= 1
             refused(api.post(COMPLETIONS, **LONG, stream=True), 429)
