@@ -173,7 +173,9 @@ def step(xp: Any, guess: Array, residual: Array, half: Array) -> Array:
     """
     odd = guess - 2.0 * xp.floor(guess * 0.5) == 1.0
     away = (xp.abs(residual) > half) | ((xp.abs(residual) == half) & odd)
-    return xp.where(away, xp.sign(residual), xp.zeros_like(residual))
+    ones = xp.ones_like(residual)
+    towards = xp.where(residual > 0.0, ones, -ones)  # not `sign`, whose care for NaN cannot be traced in torch
+    return xp.where(away, towards, xp.zeros_like(residual))
 
 
 def flush(xp: Any, array: Array) -> Array:
