@@ -5,7 +5,6 @@ is untouched, so an error, a full disk or a kill leaves nothing half written.
 """
 
 import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -18,6 +17,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from llmq.checkpoint.hold import hold
 from llmq.checkpoint.layout import FORMAT_VERSION, INDEX, RECORD, Entry, entry_bytes
 from llmq.checkpoint.safetensors import encode_header, flush_to_disk, write_array
 from llmq.errors import OutputError
@@ -264,17 +264,11 @@ def _missing_parents(place: Path) -> list[Path]:
 @contextmanager
 def _locked(staging: Path, target: Path) -> Generator[None]:
     """Make the staging directory ours: new, or left by a run that was killed, but not one in use."""
-    staging.mkdir(exist_ok=True)
-    descriptor = os.open(staging, os.O_RDONLY)
+    descriptor = hold(staging, target)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         for leftover in staging.iterdir():
             leftover.unlink()
         yield
-    except BlockingIOError as err:
-        raise OutputError(
-            f"output={target}: another llmq is writing there; wait for it or choose another directory."
-        ) from err
     finally:
         os.close(descriptor)
 

@@ -4,21 +4,21 @@ One safetensors file a checkpoint, the same for every backend and any number of 
 """
 
 import re
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from llmq.checkpoint.run import RUN, check_run, start_run
+from llmq.checkpoint.run import PARTIAL, RUN, RunDirectory, check_run
 from llmq.checkpoint.safetensors import encode_header, flush_to_disk, read_header, write_array
-from llmq.errors import ConfigError
 
 #: Lies beside the checkpoints.
 METRICS = "metrics.jsonl"
 
 _NAME = re.compile(r"step-(\d{8})\.safetensors")
+
+_FILES = re.compile(rf"{_NAME.pattern}|{re.escape(METRICS)}")
 
 
 class Checkpoints:
@@ -33,22 +33,17 @@ class Checkpoints:
 
     Raises:
         ConfigError: The directory is of another run, or of something else.
+        OutputError: Another process writes there.
     """
 
     def __init__(
         self, directory: Path, run: Mapping[str, Any], *, resume: bool, keep: int, is_main: bool = True
     ) -> None:
         self.directory, self._keep = directory, keep
-        self._is_new = not (resume and (directory / RUN).exists())
-        if not self._is_new:
+        self._held = RunDirectory(directory, run, _FILES, resume=resume) if is_main else None
+        self._is_new = self._held.is_new if self._held else not (resume and (directory / RUN).exists())
+        if not (is_main or self._is_new):
             check_run(directory, run)
-        if not (self._is_new and is_main):
-            return
-        if directory.exists():
-            if not (directory / RUN).exists() and any(path.name != ".partial" for path in directory.iterdir()):
-                raise ConfigError(f"output: {directory} is where checkpoints go, and holds something else; move it.")
-            shutil.rmtree(directory)
-        start_run(directory, run)
 
     def save(self, step: int, state: Mapping[str, np.ndarray]) -> None:
         """Keep a state; all of it or, if the process dies, nothing.
@@ -57,7 +52,7 @@ class Checkpoints:
             step: Steps done.
             state: From `Trainer.state`.
         """
-        staged = self.directory / ".partial"
+        staged = self.directory / PARTIAL
         with staged.open("wb") as file:
             file.write(encode_header({name: (array.dtype, array.shape) for name, array in state.items()}, {}))
             for array in state.values():
@@ -79,9 +74,15 @@ class Checkpoints:
         stored, _ = read_header(self._path(steps[-1]))
         return steps[-1], {name: tensor.read() for name, tensor in stored.items()}
 
+    def close(self) -> None:
+        """Leave everything for a later run."""
+        if self._held:
+            self._held.close()
+
     def remove(self) -> None:
         """Delete everything: the output stands."""
-        shutil.rmtree(self.directory)
+        if self._held:
+            self._held.remove()
 
     def _path(self, step: int) -> Path:
         return self.directory / f"step-{step:08d}.safetensors"

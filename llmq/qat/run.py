@@ -1,6 +1,7 @@
 """A run of ``llmq qat``: checkpoint and data in, a checkpoint that is ready for its grid out."""
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -62,52 +63,57 @@ def run(
     check_target(output, plan.weights.reader.path, force=force)
     place, recipe = output.resolve(), plan.recipe
     plugin, device = select_backend(recipe.backend, recipe.device)
+    held = ExitStack()
 
     def trained(plan: Plan, name: str, watch: Watch) -> tuple[Trainer, Checkpoints, Measurement]:
         trainer = plugin.open_trainer(plan.weights, train_options(plan, device))
         checkpoints = Checkpoints(
             place.with_name(name), plan.facts, resume=resume, keep=recipe.keep, is_main=trainer.is_main
         )
+        held.callback(checkpoints.close)
         measured = train(trainer, plan.recipe, plan.steps, plan.num_steps, plan.held_out, checkpoints, watch)
         return trainer, checkpoints, measured
 
-    finished: list[Checkpoints] = []
-    baseline = None
-    if recipe.baseline:
-        plain = recipe.model_copy(update={"fake_quant_after_n_steps": plan.num_steps})
-        trainer, checkpoints, baseline = trained(
-            replace(plan, recipe=plain), f"{place.name}.qat-baseline", lambda event: watch({**event, "baseline": True})
-        )
-        trainer.close()
+    with held:
+        finished: list[Checkpoints] = []
+        baseline = None
+        if recipe.baseline:
+            plain = recipe.model_copy(update={"fake_quant_after_n_steps": plan.num_steps})
+            trainer, checkpoints, baseline = trained(
+                replace(plan, recipe=plain),
+                f"{place.name}.qat-baseline",
+                lambda event: watch({**event, "baseline": True}),
+            )
+            trainer.close()
+            finished.append(checkpoints)
+        trainer, checkpoints, measured = trained(plan, f"{place.name}.qat", watch)
         finished.append(checkpoints)
-    trainer, checkpoints, measured = trained(plan, f"{place.name}.qat", watch)
-    finished.append(checkpoints)
-    gain = _recovered(baseline, measured) if baseline else None
-    result = {
-        "eval_loss": measured.losses[0],
-        "eval_loss_quantized": measured.losses[1],
-        "baseline_eval_loss": baseline.losses[0] if baseline else None,
-        "baseline_eval_loss_quantized": baseline.losses[1] if baseline else None,
-        "recovered": gain.share if gain else None,
-        "recovered_stderr": gain.stderr if gain else None,
-        "verdict": str(gain.verdict) if gain else None,
-        "rows_skipped": plan.num_skipped,
-        "backend": plugin.name,
-        "device": trainer.device,
-        "dtype": trainer.dtype,
-    }
-    record = None
-    if trainer.is_main:
-        metrics = (checkpoints.directory / METRICS).read_bytes()
-        record = write_checkpoint(output, trainer, plan.weights, recipe, plan.schemes, metrics, result, command)
-    else:
-        for name in plan.weights.shapes:  # every process takes part in gathering a weight
-            trainer.weight(name)
-    trainer.close()
-    if trainer.is_main:
-        for checkpoints in finished:
-            checkpoints.remove()
-    return Outcome(record, measured, baseline, gain)
+        gain = _recovered(baseline, measured) if baseline else None
+        result = {
+            "eval_loss": measured.losses[0],
+            "eval_loss_quantized": measured.losses[1],
+            "baseline_eval_loss": baseline.losses[0] if baseline else None,
+            "baseline_eval_loss_quantized": baseline.losses[1] if baseline else None,
+            "recovered": gain.share if gain else None,
+            "recovered_stderr": gain.stderr if gain else None,
+            "verdict": str(gain.verdict) if gain else None,
+            "rows_skipped": plan.num_skipped,
+            "backend": plugin.name,
+            "device": trainer.device,
+            "dtype": trainer.dtype,
+        }
+        record = None
+        if trainer.is_main:
+            metrics = (checkpoints.directory / METRICS).read_bytes()
+            record = write_checkpoint(output, trainer, plan.weights, recipe, plan.schemes, metrics, result, command)
+        else:
+            for name in plan.weights.shapes:  # every process takes part in gathering a weight
+                trainer.weight(name)
+        trainer.close()
+        if trainer.is_main:
+            for checkpoints in finished:
+                checkpoints.remove()
+        return Outcome(record, measured, baseline, gain)
 
 
 def _recovered(baseline: Measurement, measured: Measurement) -> Recovered:

@@ -1,7 +1,7 @@
 """Finished blocks on disk: the writer reads them in the end, and a run that was killed goes on from them."""
 
 import json
-import shutil
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,12 @@ import numpy as np
 from llmq.checkpoint import layout
 from llmq.checkpoint.layout import Entry
 from llmq.checkpoint.loader import logical_names
-from llmq.checkpoint.run import check_run, start_run
+from llmq.checkpoint.run import PARTIAL, RunDirectory
 from llmq.checkpoint.safetensors import read_header, write_file
 from llmq.quant import QTensor, pack_int4
 from llmq.quantize.blocks import QuantizedBlock
+
+_FILES = re.compile(r"block-\d{5}\.safetensors")
 
 
 class Journal:
@@ -26,17 +28,16 @@ class Journal:
         resume: Go on from what the directory holds, rather than start anew.
 
     Raises:
-        ConfigError: The directory is of another run.
+        ConfigError: The directory is of another run, or of something else.
+        OutputError: Another process writes there.
     """
 
     def __init__(self, directory: Path, run: Mapping[str, Any], *, resume: bool) -> None:
-        self._directory = directory
-        if resume and directory.exists():
-            check_run(directory, run)
-            return
-        if directory.exists():
-            shutil.rmtree(directory)
-        start_run(directory, run)
+        self._held = RunDirectory(directory, run, _FILES, resume=resume)
+
+    def close(self) -> None:
+        """Leave the blocks for a later run."""
+        self._held.close()
 
     def add(self, block: QuantizedBlock) -> None:
         """Keep a block; all of it or, if the process dies, nothing.
@@ -52,7 +53,7 @@ class Journal:
                 parts.update({name + suffix: array for suffix, array in grid.items() if array is not None})
             else:
                 parts[name] = tensor
-        staged = self._directory / ".partial"
+        staged = self._held.path / PARTIAL
         write_file(staged, parts.items(), {"errors": json.dumps(dict(block.errors))})
         staged.replace(self._path(block.index))
 
@@ -80,7 +81,7 @@ class Journal:
 
     def remove(self) -> None:
         """Delete everything: the artifact stands."""
-        shutil.rmtree(self._directory)
+        self._held.remove()
 
     def _path(self, index: int) -> Path:
-        return self._directory / f"block-{index:05d}.safetensors"
+        return self._held.path / f"block-{index:05d}.safetensors"

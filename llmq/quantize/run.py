@@ -1,10 +1,13 @@
 """A run of ``llmq quantize``: the plan of a conversion, with codes chosen by an algorithm."""
 
+from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from llmq.checkpoint.record import Calibration, Record
 from llmq.checkpoint.writer import check_target
+from llmq.config import Scheme
 from llmq.convert import ConversionPlan, convert, round_to_nearest
 from llmq.errors import ConfigError
 from llmq.model.names import Kind, layer_prefix
@@ -12,7 +15,7 @@ from llmq.quantize.blocks import quantize_blocks
 from llmq.quantize.encode import from_journal, searched
 from llmq.quantize.journal import Journal
 from llmq.quantize.options import ALGORITHMS, QuantizeOptions
-from llmq.quantize.setup import PLAIN, Run, set_up
+from llmq.quantize.setup import PLAIN, Run, Setup, set_up
 
 
 def quantize(plan: ConversionPlan, options: QuantizeOptions, output: Path, run: Run = PLAIN) -> Record:
@@ -37,34 +40,43 @@ def quantize(plan: ConversionPlan, options: QuantizeOptions, output: Path, run: 
         encode = round_to_nearest if options.algorithm == "rtn" else searched(algorithm.grid)
         calibration = Calibration(algorithm=options.algorithm)
         return convert(plan, output, encode=encode, calibration=calibration, **_conversion(run))
-    schemes = {row.name: row.scheme for row in plan.coverage if row.kind is Kind.LINEAR and row.scheme}
     place = output.resolve()
-    errors: dict[str, float] = {}
-    with set_up(plan, options, run) as setup:
-        settings = {**setup.facts, "algorithm": options.algorithm}
-        settings["schemes"] = {name: str(scheme) for name, scheme in schemes.items()}
-        journal = Journal(place.with_name(f".{place.name}.llmq-quantize"), settings, resume=run.resume)
-        blocks = quantize_blocks(
-            setup.calibrator, setup.weights, schemes, setup.sequences, algorithm, setup.pool, journal.get
-        )
-        for block in blocks:
-            journal.add(block)
-            errors.update({layer_prefix(block.index) + name: round(error, 6) for name, error in block.errors.items()})
-            run.progress("blocks", block.index + 1, setup.weights.config.num_layers)
-            run.tell(block)
-        calibration = Calibration(
-            algorithm=options.algorithm,
-            dataset=options.dataset,
-            tokens_sha256=setup.facts["tokens"],
-            num_samples=options.num_samples,
-            seq_len=options.seq_len,
-            seed=options.seed,
-            backend=setup.facts["backend"],
-            output_errors=errors,
-        )
-    record = convert(plan, output, encode=from_journal(journal), calibration=calibration, **_conversion(run))
-    journal.remove()
+    with ExitStack() as held:
+        with set_up(plan, options, run) as setup:
+            schemes = {row.name: row.scheme for row in plan.coverage if row.kind is Kind.LINEAR and row.scheme}
+            settings = {**setup.facts, "algorithm": options.algorithm}
+            settings["schemes"] = {name: str(scheme) for name, scheme in schemes.items()}
+            journal = Journal(place.with_name(f".{place.name}.llmq-quantize"), settings, resume=run.resume)
+            held.callback(journal.close)
+            calibration = _calibrate(setup, schemes, options, journal, run)
+        record = convert(plan, output, encode=from_journal(journal), calibration=calibration, **_conversion(run))
+        journal.remove()
     return record
+
+
+def _calibrate(
+    setup: Setup, schemes: Mapping[str, Scheme], options: QuantizeOptions, journal: Journal, run: Run
+) -> Calibration:
+    """Quantize every block that the journal does not hold yet, into it."""
+    algorithm = ALGORITHMS[options.algorithm]
+    errors: dict[str, float] = {}
+    for block in quantize_blocks(
+        setup.calibrator, setup.weights, schemes, setup.sequences, algorithm, setup.pool, journal.get
+    ):
+        journal.add(block)
+        errors.update({layer_prefix(block.index) + name: round(error, 6) for name, error in block.errors.items()})
+        run.progress("blocks", block.index + 1, setup.weights.config.num_layers)
+        run.tell(block)
+    return Calibration(
+        algorithm=options.algorithm,
+        dataset=options.dataset,
+        tokens_sha256=setup.facts["tokens"],
+        num_samples=options.num_samples,
+        seq_len=options.seq_len,
+        seed=options.seed,
+        backend=setup.facts["backend"],
+        output_errors=errors,
+    )
 
 
 def check_algorithm(plan: ConversionPlan, options: QuantizeOptions) -> None:

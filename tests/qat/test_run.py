@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -123,22 +124,30 @@ def test_only_the_newest_checkpoints_are_kept_and_a_torn_one_is_never_seen(tmp_p
         "step-00000003.safetensors",
         "step-00000004.safetensors",
     ]
-    found = Checkpoints(tmp_path / "run", {"a": 1}, resume=True, keep=2).load()
+    checkpoints.close()
+    with closing(Checkpoints(tmp_path / "run", {"a": 1}, resume=True, keep=2)) as checkpoints:
+        found = checkpoints.load()
     assert found
     assert found[0] == 4
     np.testing.assert_array_equal(found[1]["x"], state["x"] + 4)
     with pytest.raises(ConfigError, match="the interrupted run had a=1, now it is 2"):
         Checkpoints(tmp_path / "run", {"a": 2}, resume=True, keep=2)
-    assert Checkpoints(tmp_path / "run", {"a": 2}, resume=False, keep=2).load() is None
+    with closing(Checkpoints(tmp_path / "run", {"a": 2}, resume=False, keep=2)) as checkpoints:
+        assert checkpoints.load() is None
 
 
-def test_a_directory_of_the_users_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "notes.txt").write_text("mine")
-    for resume in (False, True):
-        with pytest.raises(ConfigError, match="is where checkpoints go, and holds something else; move it"):
-            Checkpoints(tmp_path / "run", {}, resume=resume, keep=1)
-    assert (tmp_path / "run" / "notes.txt").read_text() == "mine"
+def test_a_second_run_to_the_same_output_is_refused(model: Path, text: Path, tmp_path: Path) -> None:
+    wanted = recipe(model, text, max_steps=2)
+    refused = []
+
+    def watch(event: Mapping[str, Any]) -> None:
+        with pytest.raises(OutputError, match="another llmq is writing there"):
+            trained(wanted, tmp_path / "out", force=True)
+        refused.append(event)
+
+    trained(wanted, tmp_path / "out", watch=watch)
+    assert refused
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_the_output_is_ready_for_its_grid(model: Path, text: Path, tmp_path: Path) -> None:

@@ -133,6 +133,20 @@ def test_changed_settings_do_not_resume(
         run(source, tmp_path / "out", options(text, **changes), config, resume=True)
 
 
+def test_a_second_run_to_the_same_output_is_refused(source: Path, text: Path, clean: Path, tmp_path: Path) -> None:
+    refused = []
+
+    def tell(block: QuantizedBlock) -> None:
+        with pytest.raises(OutputError, match="another llmq is writing there") as raised:
+            run(source, tmp_path / "out", options(text, seed=block.index), resume=block.index % 2 == 1)
+        refused.append(raised)
+
+    run(source, tmp_path / "out", options(text), tell=tell)
+    assert len(refused) == 4
+    assert weight_bytes(tmp_path / "out") == weight_bytes(clean)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 def test_rounding_is_what_convert_does(source: Path, tmp_path: Path) -> None:
     run(source, tmp_path / "rtn", options(None, algorithm="rtn", dataset=None))
     convert(plan_conversion(str(source), CONFIG), tmp_path / "convert")
