@@ -52,6 +52,9 @@ ComputeType = Literal["bfloat16", "float32"]
 
 CacheType = Literal["bfloat16", "float32", "int8"]
 
+#: AdamW, its moments in float32 or in 8 bits.
+OptimizerName = Literal["adamw", "adamw8bit"]
+
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
@@ -486,6 +489,7 @@ class TrainOptions:
         max_len: Tokens of the longest row.
         schemes: Weight name -> the grid that training is to be aware of.
         adapters: Train these only; None trains every weight.
+        optimizer: With float32 moments, or with such of 8 bits.
         betas: Of AdamW.
         weight_decay: Of AdamW, on matrices.
         clip: Largest norm of the gradient; None leaves it as it is.
@@ -500,6 +504,7 @@ class TrainOptions:
     max_len: int = 2048
     schemes: Mapping[str, Scheme] = field(default_factory=lambda: MappingProxyType({}))
     adapters: Adapters | None = None
+    optimizer: OptimizerName = "adamw"
     betas: tuple[float, float] = (0.9, 0.99)
     weight_decay: float = 0.0
     clip: float | None = 1.0

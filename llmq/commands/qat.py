@@ -44,6 +44,7 @@ def qat(
     lr: Annotated[float | None, typer.Option("--lr", help="Peak learning rate. Default: 2e-5.", show_default=False)] = None,
     schedule: Annotated[str | None, typer.Option("--schedule", help="linear, cosine or constant. Default: linear.", show_default=False)] = None,
     warmup: Annotated[int | None, typer.Option("--warmup", help="Steps over which the learning rate rises. Default: 0.", show_default=False)] = None,
+    optimizer: Annotated[str | None, typer.Option("--optimizer", help="adamw, or adamw8bit: moments of 8 bits, with torchao. Default: adamw.", show_default=False)] = None,
     weight_decay: Annotated[float | None, typer.Option("--weight-decay", help="Of matrices. Default: 0.", show_default=False)] = None,
     clip: Annotated[float | None, typer.Option("--clip", help="Largest norm of the gradient. Default: 1.", show_default=False)] = None,
     seq_len: Annotated[int | None, typer.Option("--seq-len", help="Tokens of a row. Default: 512.", show_default=False)] = None,

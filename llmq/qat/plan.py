@@ -137,6 +137,7 @@ def train_options(plan: Plan, device: str | None) -> TrainOptions:
         max_len=recipe.seq_len,
         schemes=plan.schemes,
         adapters=_adapters(plan),
+        optimizer=recipe.optimizer,
         betas=(recipe.beta1, recipe.beta2),
         weight_decay=recipe.weight_decay,
         clip=recipe.clip,

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 import yaml
 from pydantic import Field, FiniteFloat, model_validator
 
-from llmq.backends.base import ComputeType
+from llmq.backends.base import ComputeType, OptimizerName
 from llmq.config import Frozen, QuantizationConfig, validated
 from llmq.errors import ConfigError
 
@@ -63,6 +63,7 @@ class Recipe(Frozen):
         lr: Peak learning rate.
         schedule: How it falls after the warm-up: to 0 in a straight line, in half a cosine, or not at all.
         warmup: Steps over which it rises from 0.
+        optimizer: AdamW with float32 moments, or with such of 8 bits (backend gpu, with torchao).
         weight_decay: Of AdamW, on matrices.
         beta1, beta2: Of AdamW.
         clip: Largest norm of the gradient; None leaves it.
@@ -96,6 +97,7 @@ class Recipe(Frozen):
     lr: Annotated[FiniteFloat, Field(ge=0)] = 2e-5
     schedule: Literal["linear", "cosine", "constant"] = "linear"
     warmup: Annotated[int, Field(ge=0)] = 0
+    optimizer: OptimizerName = "adamw"
     weight_decay: Annotated[FiniteFloat, Field(ge=0)] = 0.0
     beta1: _Share = 0.9
     beta2: _Share = 0.99

@@ -1,15 +1,21 @@
 """What every trainer promises, held against the reference and against what is written afterwards."""
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
 from llmq.backends import reference
 from llmq.backends.base import Adapters, ModelOptions, Run, TrainBatch, Trainer, TrainOptions
+from llmq.backends.gpu.optimizer import AdamW8bit
 from llmq.backends.registry import load_backend
 from llmq.checkpoint.loader import ModelWeights, load_weights
 from llmq.config import SCHEMES, Scheme
+from llmq.errors import BackendError
 from llmq.model.names import Kind, expected_tensors
 from llmq.quant import dequantize, quantize
 from tests.backends.quantized import QuantizedWeights
@@ -196,6 +202,52 @@ def test_state_is_everything(backend: str, weights: ModelWeights) -> None:
     for _ in range(2):
         assert trainer.step([batch], 1e-3, quantized=True) == other.step([batch], 1e-3, quantized=True)
     assert state.keys() == open_trainer(backend, weights, schemes=schemes).state().keys()
+
+
+def test_moments_of_8_bits_are_stored_as_they_are_held(weights: ModelWeights) -> None:
+    """In a quarter of the bytes; training with them comes as far, and a state is everything there is."""
+    pytest.importorskip("torchao", reason="torchao is not installed: pip install llmq[qat]")
+    schemes, batch = schemes_for(weights, GRIDS[0]), one_document()
+    eight, wide = (open_trainer("gpu", weights, schemes=schemes, optimizer=name) for name in ("adamw8bit", "adamw"))
+    for _ in range(3):
+        losses = [trainer.step([batch], 1e-3, quantized=True).loss for trainer in (eight, wide)]
+    assert losses[0] != losses[1]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+    state, wide_state = eight.state(), wide.state()
+    sizes = [
+        sum(array.nbytes for name, array in held.items() if name.startswith(("first", "second")))
+        for held in (state, wide_state)
+    ]
+    assert sizes[0] < 0.3 * sizes[1]
+    assert {name: held.shape for name, held in state.items() if "codes" in name} == {
+        name.replace(" ", " codes ", 1): held.shape
+        for name, held in wide_state.items()
+        if held.size >= 4096 and name[0] in "fs"
+    }
+    other = open_trainer("gpu", weights, schemes=schemes, optimizer="adamw8bit")
+    other.load_state(3, state)
+    for _ in range(2):
+        assert eight.step([batch], 1e-3, quantized=True) == other.step([batch], 1e-3, quantized=True)
+    again = other.state()
+    for name, array in eight.state().items():
+        np.testing.assert_array_equal(again[name], array, name)
+
+
+def test_moments_of_8_bits_are_refused_where_there_are_none(
+    weights: ModelWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(
+        BackendError, match=r"optimizer='adamw8bit': the tpu backend holds .* in float32; use adamw, or"
+    ):
+        open_trainer("tpu", weights, optimizer="adamw8bit")
+    together = SimpleNamespace(size=2, device=torch.device("cpu"))
+    with pytest.raises(BackendError, match="optimizer='adamw8bit': the 2 processes would cut its blocks"):
+        AdamW8bit({"x": nn.Parameter(torch.zeros(4))}, TrainOptions(), together)
+    monkeypatch.setitem(sys.modules, "torchao.optim", None)
+    with pytest.raises(
+        BackendError, match=r"optimizer='adamw8bit': needs torchao, .*; install llmq\[qat\], or use adamw"
+    ):
+        open_trainer("gpu", weights, optimizer="adamw8bit")
 
 
 def test_recomputed_activations_change_nothing(backend: str, weights: ModelWeights) -> None:

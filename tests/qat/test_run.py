@@ -101,8 +101,11 @@ def test_a_resumed_run_is_the_uninterrupted_one(model: Path, text: Path, tmp_pat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["parts", "whole"]
 
 
-def test_every_checkpoint_can_be_resumed_from(model: Path, text: Path, tmp_path: Path) -> None:
-    wanted = recipe(model, text, max_steps=4, save_every=1, keep=4)
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit"])
+def test_every_checkpoint_can_be_resumed_from(model: Path, text: Path, tmp_path: Path, optimizer: str) -> None:
+    if optimizer == "adamw8bit":
+        pytest.importorskip("torchao", reason="torchao is not installed: pip install llmq[qat]")
+    wanted = recipe(model, text, max_steps=4, save_every=1, keep=4, optimizer=optimizer)
     whole = trained(wanted, tmp_path / "whole").record["weights_sha256"]
     for newest in range(1, 4):
         with pytest.raises(Stop):

@@ -5,18 +5,16 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from llmq.backends.base import ComputeType, ModelOptions, StepResult, TrainBatch, TrainOptions
 from llmq.backends.gpu.device import DTYPES, choose_device
 from llmq.backends.gpu.linear import to_tensor
 from llmq.backends.gpu.master import Matrix
+from llmq.backends.gpu.optimizer import OPTIMIZERS
 from llmq.backends.gpu.trainable import Rows, Taught, TrainableDecoder
 from llmq.backends.gpu.world import World, to_numpy, whole
 from llmq.checkpoint.loader import ModelWeights
-
-#: AdamW's moments, by what they are called in a state.
-_MOMENTS = {"first": "exp_avg", "second": "exp_avg_sq"}
 
 
 class TorchTrainer:
@@ -51,10 +49,7 @@ class TorchTrainer:
                     matrix.adapt(options.adapters)
         self._world.shard(self._model)
         self._trained = self._named_parameters()
-        matrices = [p for p in self._trained.values() if p.ndim > 1]
-        others = [p for p in self._trained.values() if p.ndim == 1]
-        groups = [{"params": matrices, "weight_decay": options.weight_decay}, {"params": others, "weight_decay": 0.0}]
-        self._optimizer = torch.optim.AdamW(groups, lr=0.0, betas=options.betas, fused=True)
+        self._optimizer = OPTIMIZERS[options.optimizer](self._trained, options, self._world)
 
     def _named_parameters(self) -> dict[str, nn.Parameter]:
         """What is trained, by its name in a state."""
@@ -75,10 +70,7 @@ class TorchTrainer:
             (part * (self._world.size / total)).backward()  # processes average their gradients
             nats += float(part.detach())
         norm = torch.nn.utils.clip_grad_norm_(self._trained.values(), torch.inf if self._clip is None else self._clip)
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        self._optimizer.step(learning_rate)
         self._looking = None
         return StepResult(self._world.total(nats) / total, float(whole(norm)))
 
@@ -107,25 +99,15 @@ class TorchTrainer:
 
     def state(self) -> dict[str, np.ndarray]:
         """See `base.Trainer.state`."""
-        state = {name: to_numpy(parameter) for name, parameter in self._trained.items()}
-        for name, parameter in self._trained.items():
-            for moment, key in _MOMENTS.items():
-                state[f"{moment} {name}"] = to_numpy(
-                    self._optimizer.state[parameter].get(key, torch.zeros_like(parameter))
-                )
-        return state
+        weights = {name: to_numpy(parameter) for name, parameter in self._trained.items()}
+        return weights | self._optimizer.state()
 
     @torch.no_grad()
     def load_state(self, step: int, state: Mapping[str, np.ndarray]) -> None:
         """See `base.Trainer.load_state`."""
         for name, parameter in self._trained.items():
-
-            def put(key: str, like: nn.Parameter = parameter) -> Tensor:
-                return self._world.put(like, to_tensor(state[key]))
-
-            parameter.copy_(put(name))
-            held = {key: put(f"{moment} {name}") for moment, key in _MOMENTS.items()}
-            self._optimizer.state[parameter] = {"step": torch.tensor(float(step), device=self._device), **held}
+            parameter.copy_(self._world.put(parameter, to_tensor(state[name])))
+        self._optimizer.load_state(step, state)
         self._looking = None
 
     def peak_bytes(self) -> int:

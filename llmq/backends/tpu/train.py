@@ -43,10 +43,16 @@ class JaxTrainer:
         options: How to train it.
 
     Raises:
-        BackendError: The device is not there, or computes badly in the type asked for.
+        BackendError: The device is not there, computes badly in the type asked for, or the optimizer is
+            another than AdamW.
     """
 
     def __init__(self, weights: ModelWeights, options: TrainOptions) -> None:
+        if options.optimizer != "adamw":
+            raise BackendError(
+                f"optimizer={options.optimizer!r}: the tpu backend holds AdamW's moments in float32; use adamw, or "
+                "--backend gpu."
+            )
         join_processes()
         device = open_device(options.device)
         on_cpu = device.platform == "cpu"
