@@ -1,11 +1,13 @@
 """What each algorithm of ``llmq quantize`` gives: perplexity, seconds and peak memory in one table.
 
-    python benchmarks/quantize.py MODEL --dataset FILE --text FILE --window 2048 [--text FILE --window 1024]
-        [--num-samples 32] [--groupsize 64] [--algorithms rtn,mse,gptq] [--work DIR]
+    python -m benchmarks.quantize MODEL --dataset FILE --text FILE --window 2048 [--text FILE --window 1024]
+        [--num-samples 32] [--groupsize 64] [--algorithms rtn,mse,gptq] [--peer hqq=PYTHON] [--work DIR]
 
 Every artifact is made by the command in a process of its own, with embedding and head kept, and
 measured on the first 16,384 tokens of each text, in windows that do not overlap. Its seconds are wall
 time, CPU seconds stand beside them, and the load of the machine above: on a busy one only the second tells.
+A peer is `peers/quantize_NAME.py` run by an interpreter that has the library: it writes a dequantized
+checkpoint, which is measured in the same way.
 """
 
 import argparse
@@ -17,9 +19,14 @@ import tempfile
 import time
 from pathlib import Path
 
+from benchmarks.twin import write_twin
 from llmq.quantize.options import ALGORITHMS
 
+PEERS = Path(__file__).parent / "peers"
 MAX_TOKENS = 16_384
+#: Only linears are quantized, as the peers do.
+KEEP = ("--embedding", "none", "--lm-head", "none")
+LLMQ = (sys.executable, "-m", "llmq")
 
 
 def measure(model: Path | str, texts: list[tuple[Path, int]], output: Path) -> list[float]:
@@ -27,7 +34,7 @@ def measure(model: Path | str, texts: list[tuple[Path, int]], output: Path) -> l
     found = []
     for text, window in texts:
         options = ["--perplexity", text, "--window", window, "--max-tokens", MAX_TOKENS, "--backend", "cpu"]
-        run("eval", model, *options, "--output", output)
+        run(*LLMQ, "eval", model, *options, "--output", output)
         found.append(json.loads(output.read_text())["metrics"]["perplexity/token"]["value"])
     return found
 
@@ -35,7 +42,7 @@ def measure(model: Path | str, texts: list[tuple[Path, int]], output: Path) -> l
 def run(*args: object) -> tuple[float, float, float]:
     """Run a command: wall seconds, CPU seconds, peak memory in GB."""
     start = time.monotonic()
-    process = subprocess.Popen([sys.executable, "-m", "llmq", *map(str, args)], stderr=subprocess.PIPE)
+    process = subprocess.Popen(list(map(str, args)), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     assert process.stderr
     error = process.stderr.read()
     _, status, used = os.wait4(process.pid, 0)
@@ -55,6 +62,7 @@ def main() -> None:
     parser.add_argument("--num-samples", type=int, default=32)
     parser.add_argument("--groupsize", type=int, default=64)
     parser.add_argument("--algorithms", default=",".join(ALGORITHMS))
+    parser.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON")
     parser.add_argument("--work", type=Path)
     args = parser.parse_args()
     texts = list(zip(args.text, args.window, strict=True))
@@ -69,15 +77,25 @@ def main() -> None:
             if ALGORITHMS[algorithm].grid == "hqq" and grid == "sym":
                 continue
             artifact = work / f"{algorithm}-{grid}"
-            options = ["--algorithm", algorithm, f"--{grid}", "--groupsize", args.groupsize, "--embedding", "none"]
+            options = ["--algorithm", algorithm, f"--{grid}", "--groupsize", args.groupsize, *KEEP, "--backend", "cpu"]
             data = ["--dataset", args.dataset, "--num-samples", args.num_samples]
             options += data if ALGORITHMS[algorithm].needs_data else []
-            cost = run(
-                "quantize", args.model, "-o", artifact, "--force", "--lm-head", "none", *options, "--backend", "cpu"
-            )
-            found = measure(artifact, texts, work / "eval.json")
-            cells = [*(f"{p:.2f}" for p in found), f"{cost[0]:.0f}", f"{cost[1]:.0f}", f"{cost[2]:.1f}"]
-            print(f"| {algorithm} | {grid} | {' | '.join(cells)} |", flush=True)
+            cost = run(*LLMQ, "quantize", args.model, "-o", artifact, "--force", *options)
+            print(row(algorithm, grid, measure(artifact, texts, work / "eval.json"), cost), flush=True)
+    for name, python in (peer.split("=", 1) for peer in args.peer):
+        twin, artifact = work / "twin", work / f"peer-{name}"
+        write_twin(args.model, twin)
+        options = ["--groupsize", args.groupsize, "--dataset", args.dataset, "--num-samples", args.num_samples]
+        cost = run(python, PEERS / f"quantize_{name}.py", twin, artifact, *options)
+        print(row(f"peer: {name}", "", measure(artifact, texts, work / "eval.json"), cost), flush=True)
+
+
+def row(name: str, grid: str, perplexities: list[float], cost: tuple[float, float, float]) -> str:
+    """A line of the table."""
+    wall, cpu, memory = cost
+    return (
+        f"| {name} | {grid} | {' | '.join(f'{p:.2f}' for p in perplexities)} | {wall:.0f} | {cpu:.0f} | {memory:.1f} |"
+    )
 
 
 if __name__ == "__main__":
