@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -57,6 +57,7 @@ def qat(
     activation_checkpointing: Annotated[bool | None, typer.Option("--activation-checkpointing", help="Recompute activations in the backward pass: less memory, more time.", show_default=False)] = None,
     save_every: Annotated[int | None, typer.Option("--save-every", help="Steps between checkpoints, beside the output.", show_default=False)] = None,
     keep: Annotated[int | None, typer.Option("--keep", help="Checkpoints to keep while the run lasts. Default: 1.", show_default=False)] = None,
+    tensorboard: Annotated[Path | None, typer.Option("--tensorboard", help="Write event files for TensorBoard into this directory.", show_default=False)] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint of an interrupted run to the same output.")] = False,
     quantize: Annotated[bool, typer.Option("--quantize", help="Write the artifact as well, beside the output.")] = False,
     backend: Annotated[str | None, typer.Option("--backend", help="tpu (JAX), gpu (torch), cpu (torch on the CPU), or auto. Default: auto.", show_default=False)] = None,
@@ -90,9 +91,12 @@ def qat(
         raise ConfigError("resume: needs the run's own --save-every, without which it keeps no checkpoint.")
     from llmq.checkpoint.writer import check_target
     from llmq.convert import convert, plan_conversion
+    from llmq.qat.loop import watch_nothing
     from llmq.qat.plan import plan_run
     from llmq.qat.run import run
+    from llmq.qat.tensorboard import EventFiles
 
+    events = EventFiles(tensorboard) if tensorboard else None
     target = output or Path(f"{Path(recipe.model).resolve().stem}-qat")
     artifact = target.with_name(f"{target.name}-{recipe.quantization.scheme}")
     plan = plan_run(recipe)
@@ -105,7 +109,12 @@ def qat(
         f"{len(plan.schemes)} matrices on their grids"
     )
     command = ["llmq", *sys.argv[1:]]
-    with _display(plan.num_steps) as watch:
+    with _display(plan.num_steps) as show, events or nullcontext(watch_nothing) as note:
+
+        def watch(event: Mapping[str, Any]) -> None:
+            show(event)
+            note(event)
+
         outcome = run(plan, target, resume=resume, force=force, command=command, watch=watch)
     if outcome.record is None:  # another process writes
         return

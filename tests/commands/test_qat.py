@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,8 @@ import pytest
 import yaml
 
 from llmq.checkpoint.loader import load_weights
+from tests.conformance.api import Api
+from tests.conformance.servers import REAL, running
 from tests.tiny import byte_tokenizer_files, write_tiny
 
 
@@ -68,8 +71,24 @@ def test_the_chain_needs_no_setting_twice(model: Path, chats: Path, tmp_path: Pa
         "llmq: scheme='int4_blockwise': the checkpoint was trained for 'int8_blockwise'; leave it out to quantize on "
         "the grid it was trained for.\n"
     )
-    done = llmq("generate", record["artifact"], "1+2", "--max-tokens", 2, *where)
-    assert done.returncode == 0, done.stderr
+    check_chain(record["artifact"], backend, tmp_path)
+
+
+def check_chain(artifact: str, backend: str, tmp_path: Path) -> None:
+    """What follows reads the settings off the artifact; only where to run is said again."""
+    (tmp_path / "text").write_text("1+2 is 3. " * 20)
+    measured = llmq("eval", artifact, "--perplexity", tmp_path / "text", "--window", 64, "--backend", backend, "--json")
+    assert measured.returncode == 0, measured.stderr
+    results = json.loads(measured.stdout)
+    assert results["model"]["quantization"]["scheme"] == "int8_blockwise"
+    assert results["model"]["quantization"]["symmetric"] is False
+    assert results["metrics"]["perplexity/token"]["value"] > 1
+    generated = llmq("generate", artifact, "1+2", "--max-tokens", 4, "--backend", backend)
+    assert generated.returncode == 0, generated.stderr
+    with running(*REAL, artifact, "--backend", backend) as server, closing(Api(server.base_url)) as api:
+        answer = api.complete("1+2", max_tokens=4, temperature=0)
+        assert answer["choices"][0]["text"].strip() == generated.stdout.strip()
+        assert "int8_blockwise" in server.output()
 
 
 def test_the_recipe_is_shown_and_read_back(tmp_path: Path) -> None:
