@@ -30,6 +30,23 @@ TINY: dict[str, Any] = {
     "eos_token_id": 2,
 }
 
+#: Changes that make it a Gemma 3: a window on two of three layers, which have a rotation of their own; none of the
+#: factors is what it would be by default.
+GEMMA3: dict[str, Any] = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "hidden_act": None,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "head_dim": 64,
+    "query_pre_attn_scalar": 48,
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "rope_theta": 100000.0,
+    "rope_local_base_freq": 1000.0,
+    "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+}
+
 
 def tiny_config(**changes: Any) -> dict[str, Any]:
     """A ``config.json``; a change of None removes the field."""
@@ -37,12 +54,12 @@ def tiny_config(**changes: Any) -> dict[str, Any]:
 
 
 def random_tensors(config: dict[str, Any], seed: int = 0, dtype: Any = ml_dtypes.bfloat16) -> dict[str, np.ndarray]:
-    """Weights of a plausible scale: norms near 1, matrices that keep activations near 1."""
+    """Weights of a plausible scale: norms multiply by about 1, matrices keep activations near 1."""
     rng = np.random.default_rng(seed)
-    tensors = {}
-    for name, row in expected_tensors(ModelConfig.from_dict(config)).items():
+    tensors, model = {}, ModelConfig.from_dict(config)
+    for name, row in expected_tensors(model).items():
         if row.kind is Kind.NORM:
-            values = 1 + 0.1 * rng.standard_normal(row.shape)
+            values = 1 - model.norm_offset + 0.1 * rng.standard_normal(row.shape)
         elif row.kind is Kind.EMBEDDING:
             values = rng.standard_normal(row.shape)
         else:

@@ -33,7 +33,7 @@ from llmq.backends.host import host_memory
 from llmq.backends.sampling import Rules, Seen, SlotRules, bias_row, log_probabilities, prompt_row, sample
 from llmq.checkpoint.loader import ModelWeights
 from llmq.errors import BackendError
-from llmq.model.names import EMBEDDING, FINAL_NORM, LM_HEAD, layer_prefix
+from llmq.model.names import EMBEDDING, FINAL_NORM, LM_HEAD, layer_norms, layer_prefix, norm_factor
 from llmq.model.rotary import rotary_tables
 from llmq.quant import QTensor, dequantize, quantize_vectors
 from llmq.quant.affine import dtype_of
@@ -77,10 +77,10 @@ def forward(
     """
     config = weights.config
     positions = np.arange(len(tokens))
-    cos, sin = rotary_tables(config, len(tokens))
-    visible = positions[:, None] >= positions
-    if config.sliding_window:
-        visible &= positions[:, None] - positions < config.sliding_window
+    norms, activation = layer_norms(config), _ACTIVATIONS[config.activation]
+    rotations = list(zip(*rotary_tables(config, len(tokens)), strict=True))
+    back = positions[:, None] - positions
+    visibles = [(back >= 0) & (back < (attention.window or np.inf)) for attention in config.attentions]
 
     def linear(name: str, x: np.ndarray, key: str | None = None) -> np.ndarray:
         y = x @ reference_weight(weights[key or f"{name}.weight"]).T
@@ -92,29 +92,37 @@ def forward(
 
     def norm(name: str, x: np.ndarray) -> np.ndarray:
         scaled = x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + config.norm_eps)
-        return scaled * reference_weight(weights[name])
+        weight = weights[name]
+        assert not isinstance(weight, QTensor), name
+        return scaled * reference_weight(norm_factor(config, weight))
 
-    def heads(name: str, x: np.ndarray, num_heads: int, qk_norm: str | None, rotate: bool) -> np.ndarray:
-        out = linear(name, x).reshape(len(tokens), num_heads, config.head_dim)
-        if qk_norm and config.qk_norm:
-            out = norm(qk_norm, out)
-        return _rotate(out, cos, sin) if rotate else out
+    def heads(name: str, x: np.ndarray, num_heads: int) -> np.ndarray:
+        out = linear(f"{name}_proj", x).reshape(len(tokens), num_heads, config.head_dim)
+        return norm(f"{name}_norm.weight", out) if f"{name}_norm.weight" in weights else out
 
-    x = reference_weight(weights[EMBEDDING])[np.asarray(tokens)]
+    x = reference_weight(weights[EMBEDDING])[np.asarray(tokens)] * float(np.float32(config.embedding_scale))
     for layer in range(config.num_layers if num_layers is None else num_layers):
-        at = layer_prefix(layer)
-        inner = norm(f"{at}input_layernorm.weight", x)
-        q = heads(f"{at}self_attn.q_proj", inner, config.num_heads, f"{at}self_attn.q_norm.weight", True)
-        k = heads(f"{at}self_attn.k_proj", inner, config.num_kv_heads, f"{at}self_attn.k_norm.weight", True)
-        v = heads(f"{at}self_attn.v_proj", inner, config.num_kv_heads, None, False)
+        at, kind = layer_prefix(layer), config.attention_index(layer)
+        inner = norm(f"{at}{norms.attention}.weight", x)
+        q = _rotate(heads(f"{at}self_attn.q", inner, config.num_heads), *rotations[kind])
+        k = _rotate(heads(f"{at}self_attn.k", inner, config.num_kv_heads), *rotations[kind])
+        v = heads(f"{at}self_attn.v", inner, config.num_kv_heads)
         if kv_int8:
             k, v = _through_int8(k), _through_int8(v)
-        x = x + linear(f"{at}self_attn.o_proj", _attend(q, k, v, visible))
-        inner = norm(f"{at}post_attention_layernorm.weight", x)
-        gate = linear(f"{at}mlp.gate_proj", inner)
-        gated = gate / (1.0 + np.exp(-gate)) * linear(f"{at}mlp.up_proj", inner)
-        x = x + linear(f"{at}mlp.down_proj", gated)
+        out = linear(f"{at}self_attn.o_proj", _attend(q * config.attention_scale, k, v, visibles[kind]))
+        x = x + (norm(f"{at}{norms.attended}.weight", out) if norms.attended else out)
+        inner = norm(f"{at}{norms.mlp}.weight", x)
+        gated = activation(linear(f"{at}mlp.gate_proj", inner)) * linear(f"{at}mlp.up_proj", inner)
+        out = linear(f"{at}mlp.down_proj", gated)
+        x = x + (norm(f"{at}{norms.out}.weight", out) if norms.out else out)
     return linear("lm_head", norm(FINAL_NORM, x), EMBEDDING if config.tie_embeddings else LM_HEAD)
+
+
+#: `ModelConfig.activation` -> what it is.
+_ACTIVATIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "silu": lambda x: x / (1.0 + np.exp(-x)),
+    "gelu_tanh": lambda x: 0.5 * x * (1.0 + np.tanh(np.sqrt(2.0 / np.pi) * (x + 0.044715 * x**3))),
+}
 
 
 def _rotate(x_THh: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
@@ -131,8 +139,7 @@ def _through_int8(x_TKh: np.ndarray) -> np.ndarray:
 def _attend(q_THh: np.ndarray, k_TKh: np.ndarray, v_TKh: np.ndarray, visible: np.ndarray) -> np.ndarray:
     repeats = q_THh.shape[1] // k_TKh.shape[1]
     k_THh, v_THh = np.repeat(k_TKh, repeats, axis=1), np.repeat(v_TKh, repeats, axis=1)
-    scores = np.einsum("qHh,kHh->Hqk", q_THh, k_THh) / np.sqrt(q_THh.shape[-1])
-    scores = np.where(visible, scores, -np.inf)
+    scores = np.where(visible, np.einsum("qHh,kHh->Hqk", q_THh, k_THh), -np.inf)
     probs = np.exp(scores - scores.max(axis=-1, keepdims=True))
     probs /= probs.sum(axis=-1, keepdims=True)
     return np.einsum("Hqk,kHh->qHh", probs, v_THh).reshape(len(q_THh), -1)

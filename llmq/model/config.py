@@ -6,9 +6,9 @@ say is read from the file, in the spelling of transformers 4 (``rope_theta``, ``
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
@@ -25,12 +25,24 @@ class Family:
         output_bias: Bias on the attention output; None follows `attention_bias`.
         qk_norm: RMS norm of each q and k head before the rotation.
         sliding_window: Whether ``sliding_window`` means anything without ``use_sliding_window``.
+        activation: The only ``hidden_act``.
+        norm_offset: Added to the stored weight of every norm.
+        output_norms: RMS norms on what attention and MLP add to the stream.
+        scales_embedding: Embeddings are multiplied by the root of ``hidden_size``.
+        defaults: Fields that ``config.json`` may leave out, and what they are then.
+        neutral: Fields that change the computation in ways llmq does not compute -> values that do not.
     """
 
     attention_bias: bool | None = None
     output_bias: bool | None = None
     qk_norm: bool = False
     sliding_window: bool = False
+    activation: str = "silu"
+    norm_offset: float = 0.0
+    output_norms: bool = False
+    scales_embedding: bool = False
+    defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict[str, tuple[Any, ...]])
 
 
 #: Architecture name in ``config.json`` -> what it fixes.
@@ -40,14 +52,42 @@ FAMILIES: MappingProxyType[str, Family] = MappingProxyType(
         "MistralForCausalLM": Family(attention_bias=False, sliding_window=True),
         "Qwen2ForCausalLM": Family(attention_bias=True, output_bias=False),
         "Qwen3ForCausalLM": Family(qk_norm=True),
+        "Gemma3ForCausalLM": Family(
+            qk_norm=True,
+            sliding_window=True,
+            activation="gelu_pytorch_tanh",
+            norm_offset=1.0,
+            output_norms=True,
+            scales_embedding=True,
+            defaults={
+                "head_dim": 256,
+                "tie_word_embeddings": True,
+                "hidden_activation": "gelu_pytorch_tanh",
+                "query_pre_attn_scalar": 256,
+                "sliding_window": 4096,
+                "sliding_window_pattern": 6,
+                "rope_theta": 1e6,
+                "rope_local_base_freq": 1e4,
+            },
+            neutral={
+                "attn_logit_softcapping": (None,),
+                "final_logit_softcapping": (None,),
+                "use_bidirectional_attention": (None, False),
+            },
+        ),
     }
 )
 
+#: Activation in ``config.json`` -> `ModelConfig.activation`.
+_ACTIVATIONS: MappingProxyType[str, str] = MappingProxyType({"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"})
+
+
+_MAX_COUNT = 4096
 
 #: A size of a tensor, a factor, and a count that bounds a loop.
 _Size = Annotated[int, Field(gt=0, le=1 << 40)]
 _Factor = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-_Count = Annotated[int, Field(gt=0, le=4096)]
+_Count = Annotated[int, Field(gt=0, le=_MAX_COUNT)]
 
 
 class Rotary(Frozen):
@@ -74,11 +114,24 @@ class Rotary(Frozen):
     attention_factor: _Factor | None = None
 
 
+class Attention(NamedTuple):
+    """How layers attend.
+
+    Attributes:
+        window: Positions a token sees back, itself included; None sees all.
+        rotary: Position embedding.
+    """
+
+    window: int | None
+    rotary: Rotary
+
+
 class ModelConfig(Frozen):
     """A decoder of the Llama family.
 
     Every layer is: RMS norm, grouped-query attention with rotary positions, residual; RMS norm,
-    gated MLP ``down(silu(gate(x)) * up(x))``, residual.
+    gated MLP ``down(activation(gate(x)) * up(x))``, residual. Before each residual there may be
+    one more norm.
 
     Attributes:
         architecture: Key of `FAMILIES`.
@@ -91,6 +144,13 @@ class ModelConfig(Frozen):
         qk_norm: RMS norm over each head of q and k.
         sliding_window: Positions a token sees back, itself included; None sees all.
         rotary: Position embedding.
+        full_layers: Layers without the window, where only some have it.
+        local_rotary: Position embedding of layers with the window, where it is another.
+        activation: ``silu``, or ``gelu_tanh``: GELU by its tanh approximation.
+        norm_offset: A norm multiplies by this plus its weight.
+        output_norms: RMS norms on what attention and MLP add to the stream.
+        scales_embedding: Embeddings are multiplied by the root of `hidden_size`.
+        score_scale: Factor on attention scores, where it is not ``head_dim ** -0.5``.
         eos_token_ids: End-of-sequence tokens the config names.
         bos_token_id: Beginning-of-sequence token the config names.
     """
@@ -112,8 +172,42 @@ class ModelConfig(Frozen):
     qk_norm: bool
     sliding_window: _Size | None
     rotary: Rotary
+    full_layers: tuple[int, ...] = ()
+    local_rotary: Rotary | None = None
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    norm_offset: float = 0.0
+    output_norms: bool = False
+    scales_embedding: bool = False
+    score_scale: _Factor | None = None
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
+
+    @property
+    def attentions(self) -> tuple[Attention, ...]:
+        """The ways in which layers attend: one, or without and with the window."""
+        windowed = Attention(self.sliding_window, self.local_rotary or self.rotary)
+        return (Attention(None, self.rotary), windowed) if self.full_layers else (windowed,)
+
+    @property
+    def attention_scale(self) -> float:
+        """Factor on attention scores."""
+        return self.head_dim**-0.5 if self.score_scale is None else self.score_scale
+
+    @property
+    def embedding_scale(self) -> float:
+        """Factor on embeddings; it is rounded to the compute type."""
+        return self.hidden_size**0.5 if self.scales_embedding else 1.0
+
+    def attention_index(self, layer: int) -> int:
+        """Which of `attentions` a layer has.
+
+        Args:
+            layer: Which layer.
+
+        Returns:
+            The index.
+        """
+        return int(bool(self.full_layers) and layer not in self.full_layers)
 
     @model_validator(mode="after")
     def _heads_fit(self) -> Self:
@@ -140,15 +234,15 @@ class ModelConfig(Frozen):
         """
         architecture = _architecture(raw)
         family = FAMILIES[architecture]
-        if raw.get("hidden_act", "silu") != "silu":
-            raise UnsupportedModelError(
-                f"hidden_act={raw['hidden_act']!r}: {architecture} is supported with 'silu' only."
-            )
+        raw = {**family.defaults, **raw}
+        _check_computation(raw, architecture)
         missing = [field for field in _REQUIRED if raw.get(field) is None]
         if missing:
             raise CheckpointError(f"config.json: the field {missing[0]!r} is missing.")
         attention_bias = _first(family.attention_bias, raw.get("attention_bias"), False)
         try:
+            window, full_layers = _windows(raw, family)
+            rotary, local_rotary = _rotaries(raw, family)
             return validated(
                 cls,
                 architecture=architecture,
@@ -166,8 +260,15 @@ class ModelConfig(Frozen):
                 output_bias=_first(family.output_bias, attention_bias),
                 mlp_bias=_first(raw.get("mlp_bias"), False),
                 qk_norm=family.qk_norm,
-                sliding_window=_sliding_window(raw, family),
-                rotary=_rotary(raw),
+                sliding_window=window,
+                rotary=rotary,
+                full_layers=full_layers,
+                local_rotary=local_rotary if window is not None else None,
+                activation=_ACTIVATIONS[family.activation],
+                norm_offset=family.norm_offset,
+                output_norms=family.output_norms,
+                scales_embedding=family.scales_embedding,
+                score_scale=_score_scale(raw, family),
                 eos_token_ids=_token_ids(raw.get("eos_token_id")),
                 bos_token_id=raw.get("bos_token_id"),
             )
@@ -212,19 +313,72 @@ def _token_ids(value: Any) -> Any:
     return () if value is None else value if isinstance(value, list) else (value,)
 
 
-def _sliding_window(raw: Mapping[str, Any], family: Family) -> Any:
-    window = raw.get("sliding_window")
+def _check_computation(raw: Mapping[str, Any], architecture: str) -> None:
+    """Refuse what would change the numbers unseen."""
+    family = FAMILIES[architecture]
+    for key in ("hidden_act", "hidden_activation"):
+        if raw.get(key, family.activation) != family.activation:
+            raise UnsupportedModelError(
+                f"{key}={raw[key]!r}: {architecture} is supported with {family.activation!r} only."
+            )
+    for key, values in family.neutral.items():
+        if raw.get(key) not in values:
+            raise UnsupportedModelError(f"{key}={raw[key]!r}: {architecture} is supported without it only.")
+
+
+def _score_scale(raw: Mapping[str, Any], family: Family) -> float | None:
+    """Factor on scores, where it is not that of the head's size."""
+    scalar = raw.get("query_pre_attn_scalar") if "query_pre_attn_scalar" in family.defaults else None
+    if scalar is None or scalar == raw.get("head_dim"):
+        return None
+    return _positive("query_pre_attn_scalar", scalar) ** -0.5
+
+
+def _windows(raw: Mapping[str, Any], family: Family) -> tuple[Any, tuple[int, ...]]:
+    """The sliding window, and the layers without it where only some have it."""
+    window, num_layers = raw.get("sliding_window"), raw["num_hidden_layers"]
     if window is None or not raw.get("use_sliding_window", family.sliding_window):
-        return None
-    kinds = raw.get("layer_types") or ["sliding_attention"]
-    if all(kind == "full_attention" for kind in kinds):
-        return None
-    mixed = any(kind != "sliding_attention" for kind in kinds)
-    if mixed or (raw.get("max_window_layers") or 0) not in (0, raw["num_hidden_layers"]):
+        return None, ()
+    if not isinstance(num_layers, int) or num_layers > _MAX_COUNT:
+        return window, ()  # the number of layers is refused by its own rule
+    kinds = raw.get("layer_types") or _layer_types(raw, family, num_layers)
+    known = ("full_attention", "sliding_attention")
+    if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in known for kind in kinds):
         raise UnsupportedModelError(
-            "layer_types: layers with and without a sliding window in one model are not supported."
+            f"layer_types: llmq reads {' or '.join(known)} for each of the {num_layers} layers, and nothing else."
         )
-    return window
+    full = tuple(layer for layer, kind in enumerate(kinds) if kind == "full_attention")
+    return (None, ()) if len(full) == num_layers else (window, full)
+
+
+def _layer_types(raw: Mapping[str, Any], family: Family, num_layers: int) -> list[str]:
+    """What older files say by a pattern, or by the number of layers before the first with a window."""
+    if "sliding_window_pattern" in family.defaults:
+        pattern = _positive("sliding_window_pattern", raw["sliding_window_pattern"])
+        full = [(layer + 1) % pattern == 0 for layer in range(num_layers)]
+    else:
+        first = raw.get("max_window_layers") or 0
+        full = [layer < _positive("max_window_layers", first) for layer in range(num_layers)] if first else []
+    return ["full_attention" if is_full else "sliding_attention" for is_full in full or [False] * num_layers]
+
+
+def _positive(field: str, value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise CheckpointError(f"config.json: {field}={value!r}: must be a number above 0.")
+    return value
+
+
+def _rotaries(raw: Mapping[str, Any], family: Family) -> tuple[Rotary, Rotary | None]:
+    """Position embeddings: of all layers or of those without a window, and of those with one."""
+    theta = raw.get("rope_local_base_freq") if "rope_local_base_freq" in family.defaults else None
+    params: Any = raw.get("rope_parameters")
+    if isinstance(params, dict) and "full_attention" in params:
+        local = {"rope_parameters": params.get("sliding_attention"), "rope_scaling": None}
+        theta = _first(theta, raw.get("rope_theta"), 10000.0)
+        return _rotary({**raw, "rope_parameters": params["full_attention"]}), _rotary(
+            {**raw, **local, "rope_theta": theta}
+        )
+    return _rotary(raw), None if theta is None else validated(Rotary, theta=theta)
 
 
 def _rotary(raw: Mapping[str, Any]) -> Rotary:

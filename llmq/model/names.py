@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+import numpy as np
+
 from llmq.errors import CheckpointError, UnsupportedModelError
 from llmq.model.config import ModelConfig
 
@@ -47,6 +49,76 @@ STAGES = (
     ("mlp.down_proj",),
 )
 
+
+@dataclass(frozen=True, slots=True)
+class LayerNorms:
+    """The norms of a layer, by name.
+
+    Attributes:
+        attention: What q, k and v read.
+        attended: What attention adds to the stream, if it is normed.
+        mlp: What gate and up read.
+        out: What the MLP adds to the stream, if it is normed.
+    """
+
+    attention: str
+    attended: str | None
+    mlp: str
+    out: str | None
+
+
+_INPUT_NORMS = LayerNorms("input_layernorm", None, "post_attention_layernorm", None)
+_ALL_NORMS = LayerNorms(
+    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+)
+
+
+def layer_norms(config: ModelConfig) -> LayerNorms:
+    """What the norms of a model's layers are called: one name may mean different places.
+
+    Args:
+        config: The model.
+
+    Returns:
+        Their names, without the layer's prefix and ``.weight``.
+    """
+    return _ALL_NORMS if config.output_norms else _INPUT_NORMS
+
+
+def norm_factor(config: ModelConfig, weight: np.ndarray) -> np.ndarray:
+    """What a norm multiplies by.
+
+    Args:
+        config: The model.
+        weight: As it is stored.
+
+    Returns:
+        The weight itself; float32 where an offset is added to it.
+    """
+    return weight.astype(np.float32) + np.float32(config.norm_offset) if config.norm_offset else weight
+
+
+def stage_tensors(config: ModelConfig) -> tuple[frozenset[str], ...]:
+    """Tensors that each stage of a block reads: what lies between the linears of `STAGES`, and behind the last.
+
+    Args:
+        config: The model.
+
+    Returns:
+        Names without the layer's prefix, a set for each stage.
+    """
+    norms = layer_norms(config)
+    between = (
+        [norms.attention],
+        ["self_attn.q_norm", "self_attn.k_norm"],
+        [norms.attended, norms.mlp],
+        [],
+        [norms.out],
+    )
+    modules = [{*linears, *filter(None, names)} for linears, names in zip(((), *STAGES), between, strict=True)]
+    return tuple(frozenset(f"{name}.{part}" for name in names for part in ("weight", "bias")) for names in modules)
+
+
 #: Endings of tensors that are recomputed from the config and never stored again.
 REBUILT = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached")
 
@@ -81,9 +153,9 @@ def expected_tensors(config: ModelConfig) -> dict[str, Expected]:
 
 
 def _layer_rows(config: ModelConfig) -> Iterator[tuple[str, Expected]]:
-    hidden, inner = config.hidden_size, config.intermediate_size
+    hidden, inner, norms = config.hidden_size, config.intermediate_size, layer_norms(config)
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    yield "input_layernorm.weight", Expected(Kind.NORM, (hidden,))
+    yield f"{norms.attention}.weight", Expected(Kind.NORM, (hidden,))
     yield from _linear("self_attn.q_proj", queries, hidden, config.attention_bias)
     yield from _linear("self_attn.k_proj", keys, hidden, config.attention_bias)
     yield from _linear("self_attn.v_proj", keys, hidden, config.attention_bias)
@@ -91,10 +163,14 @@ def _layer_rows(config: ModelConfig) -> Iterator[tuple[str, Expected]]:
         yield "self_attn.q_norm.weight", Expected(Kind.NORM, (config.head_dim,))
         yield "self_attn.k_norm.weight", Expected(Kind.NORM, (config.head_dim,))
     yield from _linear("self_attn.o_proj", hidden, queries, config.output_bias)
-    yield "post_attention_layernorm.weight", Expected(Kind.NORM, (hidden,))
+    if norms.attended:
+        yield f"{norms.attended}.weight", Expected(Kind.NORM, (hidden,))
+    yield f"{norms.mlp}.weight", Expected(Kind.NORM, (hidden,))
     yield from _linear("mlp.gate_proj", inner, hidden, config.mlp_bias)
     yield from _linear("mlp.up_proj", inner, hidden, config.mlp_bias)
     yield from _linear("mlp.down_proj", hidden, inner, config.mlp_bias)
+    if norms.out:
+        yield f"{norms.out}.weight", Expected(Kind.NORM, (hidden,))
 
 
 def _linear(name: str, out_features: int, in_features: int, bias: bool) -> Iterator[tuple[str, Expected]]:

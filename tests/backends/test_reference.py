@@ -7,7 +7,7 @@ import pytest
 
 from llmq.backends.reference import forward
 from llmq.checkpoint.loader import load_weights
-from tests.tiny import write_tiny
+from tests.tiny import GEMMA3, write_tiny
 
 FAMILIES = {
     "llama": {},
@@ -30,6 +30,26 @@ FAMILIES = {
     "mistral-window": {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 8},
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 64},
+    "qwen3-windows-from-the-second-layer": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "head_dim": 64,
+        "use_sliding_window": True,
+        "sliding_window": 8,
+        "max_window_layers": 1,
+    },
+    "gemma3": GEMMA3,
+    "gemma3-pattern": {**GEMMA3, "layer_types": None, "sliding_window_pattern": 3, "rope_scaling": None},
+    "gemma3-transformers-5": {
+        **GEMMA3,
+        "rope_theta": None,
+        "rope_local_base_freq": None,
+        "rope_scaling": None,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 100000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+        },
+    },
 }
 
 

@@ -93,7 +93,7 @@ def params_of(array: Any) -> Params:
         norm, square, square, square, None, None, square, norm,
         linear(INNER, HIDDEN), linear(INNER, HIDDEN), linear(HIDDEN, INNER),
     )  # fmt: skip
-    angles = array(POSITIONS, HEAD // 2, dtype=jnp.float32)
+    angles = array(1, POSITIONS, HEAD // 2, dtype=jnp.float32)
     return Params(table(), (layer,), array(HIDDEN), table(), angles, angles)
 
 

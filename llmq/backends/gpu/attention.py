@@ -42,7 +42,9 @@ class Cache:
         max_len: T.
         num_kv_heads: K.
         num_repeats: Heads that share keys, R.
-        sliding_window: Positions a token sees back, itself included; None sees all.
+        windows: Positions a token sees back, itself included, or None for all: of each of `ModelConfig.attentions`.
+        attention: Which of these each layer has.
+        score_scale: Factor on scores; None is ``h ** -0.5``.
         compute_dtype: Type of queries.
     """
 
@@ -61,7 +63,9 @@ class Cache:
         self._by_layer = list(zip(*(part.flatten(1, 3).unbind() for part in self._parts), strict=True))
         self.max_len, self.num_kv_heads = max_len, config.num_kv_heads
         self.num_repeats = config.num_heads // config.num_kv_heads
-        self.sliding_window = config.sliding_window
+        self.windows = [attention.window for attention in config.attentions]
+        self.attention = [config.attention_index(layer) for layer in range(config.num_layers)]
+        self.score_scale = config.score_scale
         self.compute_dtype = compute_dtype
 
     @property
@@ -127,27 +131,28 @@ class Cache:
             part.index_copy_(0, rows, vectors)
 
 
-def attend(q_BKMh: Tensor, stored: tuple[Tensor, ...], mask: Tensor) -> Tensor:
+def attend(q_BKMh: Tensor, stored: tuple[Tensor, ...], mask: Tensor, scale: float | None = None) -> Tensor:
     """Attention on what is stored.
 
     Args:
         q_BKMh: Queries of each slot; those of the heads that share keys may stand behind one another.
         stored: Of one layer, from `Cache.read`.
         mask: 0 where a query sees a row, -inf elsewhere; broadcasts to `[B, K, M, T]`.
+        scale: Factor on scores; None is ``h ** -0.5``.
 
     Returns:
         Like the queries.
     """
     if len(stored) == 2:
-        return F.scaled_dot_product_attention(q_BKMh, *stored, attn_mask=mask)
-    return _attend_int8(q_BKMh, stored, mask)
+        return F.scaled_dot_product_attention(q_BKMh, *stored, attn_mask=mask, scale=scale)
+    return _attend_int8(q_BKMh, stored, mask, q_BKMh.shape[-1] ** -0.5 if scale is None else scale)
 
 
-def _attend_int8(q_BKMh: Tensor, stored: tuple[Tensor, ...], mask: Tensor) -> Tensor:
+def _attend_int8(q_BKMh: Tensor, stored: tuple[Tensor, ...], mask: Tensor, scale: float) -> Tensor:
     """Attention on codes: their scales multiply scores and probabilities, softmax in float32."""
     k_BKTh, v_BKTh, k_scale_BKT, v_scale_BKT = stored
     dtype = q_BKMh.dtype
-    q_BKMh = q_BKMh * q_BKMh.shape[-1] ** -0.5
+    q_BKMh = q_BKMh * scale
     scores_BKMT = (q_BKMh @ k_BKTh.to(dtype).mT).float() * k_scale_BKT[:, :, None] + mask
     probs_BKMT = scores_BKMT.softmax(dim=-1) * v_scale_BKT[:, :, None]
     return probs_BKMT.to(dtype) @ v_BKTh.to(dtype)
@@ -184,21 +189,23 @@ class RunPlace:
         cache: Keys and values.
         slot: Which slot.
         start: Row of the first token.
-        visible_MT: Rows that each token sees, T up to the last token's.
+        visibles_MT: Rows that each token sees, T up to the last token's; for each of `Cache.windows`.
         parts: Cuts the tokens where those behind see none of those before; they attend apart. Only
             without rows before `start`, which all of them see.
     """
 
     is_run = True
 
-    def __init__(self, cache: Cache, slot: int, start: int, visible_MT: Tensor, parts: Sequence[slice]) -> None:
-        self._cache, end = cache, visible_MT.shape[1]
-        self._rows = cache.rows(np.array([slot]), np.arange(start, end))
+    def __init__(
+        self, cache: Cache, slot: int, start: int, visibles_MT: Sequence[Tensor], parts: Sequence[slice]
+    ) -> None:
+        self._cache, end = cache, visibles_MT[0].shape[1]
+        self._rows, dtype = cache.rows(np.array([slot]), np.arange(start, end)), cache.compute_dtype
         self._parts = [
             (
                 tokens,
                 cache.read(slice(slot, slot + 1), rows),
-                _additive(visible_MT[tokens, rows], cache.compute_dtype).repeat(cache.num_repeats, 1),
+                [_additive(visible_MT[tokens, rows], dtype).repeat(cache.num_repeats, 1) for visible_MT in visibles_MT],
             )
             for tokens, rows in ((part, slice(0, end) if start else part) for part in parts)
         ]
@@ -206,11 +213,12 @@ class RunPlace:
     def attend(self, layer: int, q_MHh: Tensor, k_MKh: Tensor, v_MKh: Tensor) -> Tensor:
         """See `Place.attend`."""
         self._cache.write(layer, self._rows, k_MKh, v_MKh)
-        outs = []
-        for tokens, stored, mask in self._parts:
+        kind, scale, outs = self._cache.attention[layer], self._cache.score_scale, []
+        for tokens, stored, masks in self._parts:
             q_HMh = q_MHh[tokens].transpose(0, 1)
             q_KMh = q_HMh.reshape(k_MKh.shape[1], -1, q_HMh.shape[-1])  # the R heads of a key in turn
-            outs.append(attend(q_KMh[None], stored[layer], mask)[0].reshape(q_HMh.shape).transpose(0, 1).flatten(1))
+            out_KMh = attend(q_KMh[None], stored[layer], masks[kind], scale)[0]
+            outs.append(out_KMh.reshape(q_HMh.shape).transpose(0, 1).flatten(1))
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
@@ -237,7 +245,8 @@ class StepPlace:
         self._cache.write(layer, self._rows, k_MKh[: self._num_rows], v_MKh[: self._num_rows])
         num_tokens, num_heads, head_dim = q_MHh.shape
         q_MKRh = q_MHh.view(num_tokens, -1, self._cache.num_repeats, head_dim)
-        outs = [attend(q_MKRh[g.rows], g.stored[layer], g.mask) for g in self._groups]
+        kind, scale = self._cache.attention[layer], self._cache.score_scale
+        outs = [attend(q_MKRh[g.rows], g.stored[layer], g.masks[kind], scale) for g in self._groups]
         out = outs[0] if len(outs) == 1 else torch.cat(outs)
         if num_tokens > self._num_rows:
             out = F.pad(out, (0, 0, 0, 0, 0, 0, 0, num_tokens - self._num_rows))
@@ -252,10 +261,12 @@ class _Group:
         window = cache.window(int(positions[0]))
         self.stored = cache.read(slice(int(slots[0]), int(slots[-1]) + 1), slice(window))
         back = np.arange(window)
-        visible = back <= positions[:, None]
-        if cache.sliding_window:
-            visible &= positions[:, None] - back < cache.sliding_window
-        self.mask = _additive(send(visible, cache.device), cache.compute_dtype)[:, None, None]
+        self.masks = []
+        for size in cache.windows:
+            visible = back <= positions[:, None]
+            if size is not None:
+                visible &= positions[:, None] - back < size
+            self.masks.append(_additive(send(visible, cache.device), cache.compute_dtype)[:, None, None])
 
 
 def _neighbours(cache: Cache, slots: np.ndarray, positions: np.ndarray) -> list[slice]:

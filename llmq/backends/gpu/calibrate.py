@@ -20,10 +20,9 @@ from torch import Tensor
 from llmq.backends.base import ModelOptions
 from llmq.backends.gpu.device import DTYPES, choose_device
 from llmq.backends.gpu.linear import to_tensor
-from llmq.backends.gpu.model import Embedding, norm_weight, rms_norm, rotate
+from llmq.backends.gpu.model import ACTIVATIONS, Embedding, norm_tensor, norm_weight, rms_norm, rotate, rotations
 from llmq.checkpoint.loader import ModelWeights
-from llmq.model.names import EMBEDDING, FINAL_NORM, LM_HEAD
-from llmq.model.rotary import rotary_tables
+from llmq.model.names import EMBEDDING, FINAL_NORM, LM_HEAD, STAGES, layer_norms, stage_tensors
 from llmq.quant import QTensor, dequantize
 
 #: Tokens computed together, unless one sequence is longer.
@@ -56,7 +55,17 @@ class Chunk:
     inputs_MI: Tensor
 
 
-Stream = list[Chunk]
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """All sequences at some place of the model.
+
+    Attributes:
+        chunks: Their activations.
+        layer: The block that is being run.
+    """
+
+    chunks: list[Chunk]
+    layer: int
 
 
 class TorchCalibrator:
@@ -75,25 +84,28 @@ class TorchCalibrator:
         self._embedding = Embedding(weights[EMBEDDING], self._device, self._dtype)
         self._final_norm = norm_weight(weights, FINAL_NORM, self._device, self._dtype)
         self._head_VD = self._matrix(weights[EMBEDDING if config.tie_embeddings else LM_HEAD])
-        cos, sin = rotary_tables(config, options.max_len)
-        self._cos_Th = torch.from_numpy(np.concatenate([cos, cos], axis=-1)).to(self._device)
-        self._sin_Th = torch.from_numpy(np.concatenate([-sin, sin], axis=-1)).to(self._device)
+        self._norms, self._activation = layer_norms(config), ACTIVATIONS[config.activation]
+        self._scale = torch.tensor(config.embedding_scale, dtype=self._dtype, device=self._device)
+        self._rotations = rotations(config, options.max_len, self._device)
         num_workers = num_threads if self._device.type == "cpu" else 1
         self._pool = ThreadPoolExecutor(num_workers, initializer=torch.set_num_threads, initargs=(1,))
         self._stages = (self._attention_in, self._attended, self._mlp_in, self._gated, self._out)
+        self._read = stage_tensors(config)
 
     def start(self, sequences: Sequence[np.ndarray]) -> Stream:
         """See `base.Calibrator.start`."""
-        return self._map(self._embed, _packed(sequences))
+        return Stream(self._map(self._embed, _packed(sequences)), 0)
 
     def advance(self, stream: Stream, block: Block, stage: int) -> Stream:
         """See `base.Calibrator.advance`."""
-        tensors = {name: self._matrix(weight) for name, weight in block.items() if name in _READ[stage]}
-        return self._map(lambda chunk: self._stages[stage](chunk, tensors), stream)
+        run, leaves = self._stages[stage], stage == len(STAGES)
+        tensors = {name: self._tensor(name, weight) for name, weight in block.items() if name in self._read[stage]}
+        chunks = self._map(lambda chunk: run(chunk, tensors, stream.layer), stream.chunks)
+        return Stream(chunks, stream.layer + leaves)
 
     def moments(self, left: Stream, right: Stream) -> np.ndarray:
         """See `base.Calibrator.moments`."""
-        pairs = list(zip(left, right, strict=True))
+        pairs = list(zip(left.chunks, right.chunks, strict=True))
         lanes = self._map(_moments, [pairs[lane::_NUM_LANES] for lane in range(min(_NUM_LANES, len(pairs)))])
         total, *others = lanes
         for lane in others:
@@ -102,49 +114,54 @@ class TorchCalibrator:
 
     def divergence(self, baseline: Stream, stream: Stream) -> float:
         """See `base.Calibrator.divergence`."""
-        parts = self._map(lambda pair: self._divergence(*pair), list(zip(baseline, stream, strict=True)))
-        return sum(parts) / sum(len(chunk.hidden_MD) for chunk in stream)
+        pairs = list(zip(baseline.chunks, stream.chunks, strict=True))
+        parts = self._map(lambda pair: self._divergence(*pair), pairs)
+        return sum(parts) / sum(len(chunk.hidden_MD) for chunk in stream.chunks)
 
     def _embed(self, sequences: list[np.ndarray]) -> Chunk:
         bounds = np.cumsum([0, *map(len, sequences)]).tolist()
         tokens_M = torch.from_numpy(np.concatenate(sequences).astype(np.int64)).to(self._device)
         hidden_MD = self._embedding(tokens_M)
+        if self._config.scales_embedding:
+            hidden_MD = hidden_MD * self._scale
         return Chunk(tuple(bounds), hidden_MD, hidden_MD[:0])
 
-    def _attention_in(self, chunk: Chunk, block: Mapping[str, Tensor]) -> Chunk:
-        norm_D = block["input_layernorm.weight"]
-        return replace(chunk, inputs_MI=rms_norm(chunk.hidden_MD, norm_D, self._config.norm_eps))
+    def _attention_in(self, chunk: Chunk, block: Mapping[str, Tensor], _: int) -> Chunk:
+        return replace(chunk, inputs_MI=self._norm(block, self._norms.attention, chunk.hidden_MD))
 
-    def _attended(self, chunk: Chunk, block: Mapping[str, Tensor]) -> Chunk:
-        config = self._config
+    def _attended(self, chunk: Chunk, block: Mapping[str, Tensor], layer: int) -> Chunk:
+        config, kind = self._config, self._config.attention_index(layer)
+        cos_Th, sin_Th = self._rotations[kind]
         q_MHh, k_MKh, v_MKh = (
             _linear(block, f"self_attn.{name}_proj", chunk.inputs_MI).unflatten(-1, (-1, config.head_dim))
             for name in "qkv"
         )
         parts = []
         for first, last in pairwise(chunk.bounds):
-            cos_Mh, sin_Mh = self._cos_Th[: last - first, None], self._sin_Th[: last - first, None]
+            cos_Mh, sin_Mh = cos_Th[: last - first, None], sin_Th[: last - first, None]
             q, k = (
-                rotate(
-                    rms_norm(x[first:last], block.get(f"self_attn.{name}_norm.weight"), config.norm_eps), cos_Mh, sin_Mh
-                )
+                rotate(self._norm(block, f"self_attn.{name}_norm", x[first:last]), cos_Mh, sin_Mh)
                 for name, x in (("q", q_MHh), ("k", k_MKh))
             )
-            parts.append(_attend(q, k, v_MKh[first:last], config.sliding_window))
+            parts.append(_attend(q, k, v_MKh[first:last], config.attentions[kind].window, config.score_scale))
         return replace(chunk, inputs_MI=torch.cat(parts))
 
-    def _mlp_in(self, chunk: Chunk, block: Mapping[str, Tensor]) -> Chunk:
-        hidden_MD = chunk.hidden_MD + _linear(block, "self_attn.o_proj", chunk.inputs_MI)
-        norm_D = block["post_attention_layernorm.weight"]
-        return replace(chunk, hidden_MD=hidden_MD, inputs_MI=rms_norm(hidden_MD, norm_D, self._config.norm_eps))
+    def _mlp_in(self, chunk: Chunk, block: Mapping[str, Tensor], _: int) -> Chunk:
+        out_MD = self._norm(block, self._norms.attended, _linear(block, "self_attn.o_proj", chunk.inputs_MI))
+        hidden_MD = chunk.hidden_MD + out_MD
+        return replace(chunk, hidden_MD=hidden_MD, inputs_MI=self._norm(block, self._norms.mlp, hidden_MD))
 
-    def _gated(self, chunk: Chunk, block: Mapping[str, Tensor]) -> Chunk:
+    def _gated(self, chunk: Chunk, block: Mapping[str, Tensor], _: int) -> Chunk:
         gate, up = (_linear(block, f"mlp.{name}_proj", chunk.inputs_MI) for name in ("gate", "up"))
-        return replace(chunk, inputs_MI=F.silu(gate) * up)
+        return replace(chunk, inputs_MI=self._activation(gate) * up)
 
-    def _out(self, chunk: Chunk, block: Mapping[str, Tensor]) -> Chunk:
-        hidden_MD = chunk.hidden_MD + _linear(block, "mlp.down_proj", chunk.inputs_MI)
+    def _out(self, chunk: Chunk, block: Mapping[str, Tensor], _: int) -> Chunk:
+        out_MD = self._norm(block, self._norms.out, _linear(block, "mlp.down_proj", chunk.inputs_MI))
+        hidden_MD = chunk.hidden_MD + out_MD
         return replace(chunk, hidden_MD=hidden_MD, inputs_MI=hidden_MD[:0])
+
+    def _norm(self, block: Mapping[str, Tensor], name: str | None, x: Tensor) -> Tensor:
+        return rms_norm(x, block.get(f"{name}.weight"), self._config.norm_eps)
 
     def _divergence(self, baseline: Chunk, chunk: Chunk) -> float:
         total = 0.0
@@ -155,6 +172,12 @@ class TorchCalibrator:
             )
             total += float((ours.exp() * (ours - theirs)).sum(dtype=torch.float64))
         return total
+
+    def _tensor(self, name: str, weight: np.ndarray | QTensor) -> Tensor:
+        if name.endswith("norm.weight"):
+            assert not isinstance(weight, QTensor), name
+            return norm_tensor(self._config, weight, self._device, self._dtype)
+        return self._matrix(weight)
 
     def _matrix(self, weight: np.ndarray | QTensor) -> Tensor:
         dense = dequantize(weight) if isinstance(weight, QTensor) else weight
@@ -168,16 +191,6 @@ class TorchCalibrator:
                 return function(item)
 
         return list(self._pool.map(alone, items))
-
-
-#: Tensors of a block that each stage reads.
-_READ = (
-    {"input_layernorm.weight"},
-    {f"self_attn.{n}_{part}" for n in "qkv" for part in ("proj.weight", "proj.bias", "norm.weight")},
-    {"self_attn.o_proj.weight", "self_attn.o_proj.bias", "post_attention_layernorm.weight"},
-    {f"mlp.{n}_proj.{part}" for n in ("gate", "up") for part in ("weight", "bias")},
-    {"mlp.down_proj.weight", "mlp.down_proj.bias"},
-)
 
 
 def _packed(sequences: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
@@ -197,13 +210,15 @@ def _linear(block: Mapping[str, Tensor], name: str, x_MI: Tensor) -> Tensor:
     return F.linear(x_MI, block[f"{name}.weight"], block.get(f"{name}.bias"))
 
 
-def _attend(q_THh: Tensor, k_TKh: Tensor, v_TKh: Tensor, window: int | None) -> Tensor:
+def _attend(q_THh: Tensor, k_TKh: Tensor, v_TKh: Tensor, window: int | None, scale: float | None) -> Tensor:
     """Causal attention within one sequence, `[T, H * h]`."""
     q, k, v = (x.transpose(0, 1)[None] for x in (q_THh, k_TKh, v_TKh))
     mask_TT = None
     if window is not None and window < len(q_THh):
         mask_TT = torch.ones(len(q_THh), len(q_THh), dtype=torch.bool, device=q.device).tril().triu(1 - window)
-    out_HTh = F.scaled_dot_product_attention(q, k, v, mask_TT, is_causal=mask_TT is None, enable_gqa=True)[0]
+    out_HTh = F.scaled_dot_product_attention(q, k, v, mask_TT, is_causal=mask_TT is None, enable_gqa=True, scale=scale)[
+        0
+    ]
     return out_HTh.transpose(0, 1).flatten(1)
 
 

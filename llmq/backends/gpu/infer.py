@@ -261,15 +261,17 @@ class TorchModel:
         owner_T = torch.cat([torch.full((start,), -1, device=self._device), owner_M])
         visible_MT = (owner_T == -1) | (owner_T == owner_M[:, None]) | (owner_T == parent_M[:, None])
         visible_MT &= rows_T <= rows_T[start:, None]
-        if window := self._decoder.config.sliding_window:
-            positions_T = torch.cat([rows_T[:start], positions_M])
-            visible_MT &= positions_M[:, None] - positions_T < window
+        positions_T = torch.cat([rows_T[:start], positions_M])
+        visibles_MT = [
+            visible_MT if window is None else visible_MT & (positions_M[:, None] - positions_T < window)
+            for window in state.cache.windows
+        ]
         least = np.minimum.accumulate(parent[::-1])[
             ::-1
         ]  # a family begins where nothing behind continues what is before
         families = np.flatnonzero((np.diff(owner, prepend=-1) > 0) & (least == owner)) if start == 0 else [0]
         parts = [slice(*edges) for edges in itertools.pairwise([*families, len(tokens)])]
-        place = RunPlace(state.cache, slot, start, visible_MT, parts)
+        place = RunPlace(state.cache, slot, start, visibles_MT, parts)
         return self._decoder.forward(self._ids(tokens), positions_M, place)
 
     def _score(self, x_MD: Tensor, targets_M: Tensor) -> tuple[Tensor, Tensor]:

@@ -90,13 +90,15 @@ class Norm(nn.Module):
         name: Of the tensor in the checkpoint.
         weight_D: float32.
         eps: Added to the mean square.
+        offset: Added to the weight.
     """
 
-    def __init__(self, name: str, weight_D: Tensor, eps: float) -> None:
+    def __init__(self, name: str, weight_D: Tensor, eps: float, offset: float = 0.0) -> None:
         super().__init__()
-        self.name, self._eps = name, eps
+        self.name, self._eps, self._offset = name, eps, offset
         self.weight = nn.Parameter(weight_D)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize the last axis."""
-        return rms_norm(x, self.weight.to(x.dtype), self._eps)
+        weight_D = self.weight.to(x.dtype)
+        return rms_norm(x, weight_D.float() + self._offset if self._offset else weight_D, self._eps)

@@ -17,9 +17,13 @@ from llmq.backends.gpu.attention import Place
 from llmq.backends.gpu.device import release_freed_memory
 from llmq.backends.gpu.linear import Linear, make_joined, make_linear, to_tensor
 from llmq.checkpoint.loader import ModelWeights
-from llmq.model.names import EMBEDDING, FINAL_NORM, LM_HEAD, STAGES, layer_prefix
+from llmq.model.config import ModelConfig
+from llmq.model.names import EMBEDDING, FINAL_NORM, LM_HEAD, STAGES, layer_norms, layer_prefix, norm_factor
 from llmq.model.rotary import rotary_tables
 from llmq.quant import QTensor, dequantize
+
+#: `ModelConfig.activation` -> what it is.
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
 
 #: A number of features, and a function of `[M, features]` and `Place.is_run`.
 RowFunction = tuple[int, Callable[[Tensor, bool], Tensor]]
@@ -91,11 +95,13 @@ class Layer:
             biases = [array(f"{name}.bias") for name in names]
             return make_joined([weights[f"{at}{name}.weight"] for name in names], biases, device, dtype)
 
-        def norm(name: str) -> Tensor | None:
-            found = array(f"{name}.weight")
-            return None if found is None else to_tensor(found).to(device=device, dtype=dtype)
+        def norm(name: str | None) -> Tensor | None:
+            here = f"{at}{name}.weight"
+            return norm_weight(weights, here, device, dtype) if name and here in weights else None
 
-        self.input_norm, self.mlp_norm = norm("input_layernorm"), norm("post_attention_layernorm")
+        names = layer_norms(weights.config)
+        self.input_norm, self.attended_norm = norm(names.attention), norm(names.attended)
+        self.mlp_norm, self.out_norm = norm(names.mlp), norm(names.out)
         self.q_norm, self.k_norm = norm("self_attn.q_norm"), norm("self_attn.k_norm")
         self.qkv, self.o, self.gate_up, self.down = (linear(names) for names in STAGES)
 
@@ -126,9 +132,9 @@ class Decoder:
             release_freed_memory()
         self.final_norm = norm_weight(weights, FINAL_NORM, device, dtype)
         self.head = make_linear(table if config.tie_embeddings else weights[LM_HEAD], None, device, dtype)
-        cos, sin = rotary_tables(config, max_len)
-        self.cos_Th = torch.from_numpy(np.concatenate([cos, cos], axis=-1)).to(device)
-        self.sin_Th = torch.from_numpy(np.concatenate([-sin, sin], axis=-1)).to(device)
+        self._scale = torch.tensor(config.embedding_scale, dtype=dtype, device=device)
+        self._attention = [config.attention_index(layer) for layer in range(config.num_layers)]
+        self._rotations = rotations(config, max_len, device)
 
     @property
     def num_bytes(self) -> int:
@@ -155,11 +161,14 @@ class Decoder:
         """
         config = self.config
         x_MD = self.embedding(tokens_M)
-        cos_Mh, sin_Mh = self.cos_Th[positions_M][:, None], self.sin_Th[positions_M][:, None]
+        if config.scales_embedding:
+            x_MD = x_MD * self._scale
+        turns = [(cos_Th[positions_M][:, None], sin_Th[positions_M][:, None]) for cos_Th, sin_Th in self._rotations]
         for index, layer in enumerate(self.layers):
             qkv_ME = layer.qkv(rms_norm(x_MD, layer.input_norm, config.norm_eps), place.is_run)
-            heads = self._heads(layer, qkv_ME, cos_Mh, sin_Mh)
-            x_MD = x_MD + layer.o(place.attend(index, *heads), place.is_run)
+            heads = self._heads(layer, qkv_ME, *turns[self._attention[index]])
+            out_MD = layer.o(place.attend(index, *heads), place.is_run)
+            x_MD = x_MD + rms_norm(out_MD, layer.attended_norm, config.norm_eps)
             x_MD = x_MD + self._mlp(layer, x_MD, place.is_run)
         return x_MD
 
@@ -191,7 +200,8 @@ class Decoder:
     def _mlp(self, layer: Layer, x_MD: Tensor, is_run: bool = False) -> Tensor:
         gate_up_MF = layer.gate_up(rms_norm(x_MD, layer.mlp_norm, self.config.norm_eps), is_run)
         gate, up = gate_up_MF.chunk(2, dim=-1)
-        return layer.down(F.silu(gate) * up, is_run)
+        out_MD = layer.down(ACTIVATIONS[self.config.activation](gate) * up, is_run)
+        return rms_norm(out_MD, layer.out_norm, self.config.norm_eps)
 
     def _heads(self, layer: Layer, qkv_ME: Tensor, cos_Mh: Tensor, sin_Mh: Tensor) -> tuple[Tensor, ...]:
         """Queries `[M, H, h]`, keys and values `[M, K, h]`, in their positions."""
@@ -205,17 +215,35 @@ class Decoder:
 
 
 def norm_weight(weights: ModelWeights, name: str, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """A norm's weight in the compute type."""
+    """What a norm multiplies by, in the compute type; in float32 where an offset is part of it."""
     loaded = weights[name]
     assert not isinstance(loaded, QTensor)
-    return to_tensor(loaded).to(device=device, dtype=dtype)
+    return norm_tensor(weights.config, loaded, device, dtype)
+
+
+def norm_tensor(config: ModelConfig, weight: np.ndarray, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """As `norm_weight`, of an array."""
+    factor = to_tensor(norm_factor(config, weight))
+    return factor.to(device=device, dtype=torch.float32 if config.norm_offset else dtype)
+
+
+def rotations(config: ModelConfig, num_positions: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
+    """Cosine and sine as `rotate` takes them, `[T, h]` each, for each of `ModelConfig.attentions`."""
+    tables = zip(*rotary_tables(config, num_positions), strict=True)
+    return [
+        (
+            torch.from_numpy(np.concatenate([cos, cos], axis=-1)).to(device),
+            torch.from_numpy(np.concatenate([-sin, sin], axis=-1)).to(device),
+        )
+        for cos, sin in tables
+    ]
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """``x / sqrt(mean(x^2) + eps) * weight`` in float32, rounded once; `x` itself without a weight."""
     if weight is None:
         return x
-    return F.rms_norm(x, weight.shape, weight, eps)
+    return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
 
 
 def rotate(x_MHh: Tensor, cos_Mh: Tensor, sin_Mh: Tensor) -> Tensor:

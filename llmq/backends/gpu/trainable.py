@@ -16,11 +16,10 @@ from torch.utils.checkpoint import checkpoint
 from llmq.backends.base import TrainBatch
 from llmq.backends.gpu.linear import to_tensor
 from llmq.backends.gpu.master import Linear, Matrix, Norm
-from llmq.backends.gpu.model import rotate
+from llmq.backends.gpu.model import ACTIVATIONS, rotate, rotations
 from llmq.checkpoint.loader import ModelWeights
 from llmq.config import Scheme
-from llmq.model.names import EMBEDDING, FINAL_NORM, LM_HEAD, layer_prefix
-from llmq.model.rotary import rotary_tables
+from llmq.model.names import EMBEDDING, FINAL_NORM, LM_HEAD, layer_norms, layer_prefix
 from llmq.quant import QTensor
 
 #: Tokens whose logits are held at once.
@@ -35,16 +34,14 @@ class Rows:
         tokens_BN: Ids.
         targets_M: Of the learned tokens, in order.
         learned_BN: Which these are.
-        mask_B1NN: True where a token sees another; None for plain causal attention.
-        cos_BN1h, sin_BN1h: Rotation of each token.
+        attentions: For each of `ModelConfig.attentions`, True where a token sees another, `[B, 1, N, N]`, or None
+            for plain causal attention; and cosine and sine of each token's rotation, `[B, N, 1, h]`.
     """
 
     tokens_BN: Tensor
     targets_M: Tensor
     learned_BN: Tensor
-    mask_B1NN: Tensor | None
-    cos_BN1h: Tensor
-    sin_BN1h: Tensor
+    attentions: list[tuple[Tensor | None, Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,34 +66,41 @@ class Layer(nn.Module):
 
     def __init__(self, loader: "_Loader", index: int) -> None:
         super().__init__()
-        at = layer_prefix(index)
-        self._head_dim = loader.config.head_dim
-        self.input_norm = loader.norm(f"{at}input_layernorm.weight")
+        at, norms = layer_prefix(index), layer_norms(loader.config)
+        self._config, self._attention = loader.config, loader.config.attention_index(index)
+        self._activation = ACTIVATIONS[loader.config.activation]
+        self.input_norm = loader.norm(f"{at}{norms.attention}.weight")
         self.q, self.k, self.v, self.o = (loader.linear(f"{at}self_attn.{name}_proj") for name in "qkvo")
         self.q_norm, self.k_norm = (
             loader.norm(f"{at}self_attn.{name}_norm.weight") if loader.config.qk_norm else nn.Identity()
             for name in "qk"
         )
-        self.mlp_norm = loader.norm(f"{at}post_attention_layernorm.weight")
+        self.attended_norm = loader.norm(f"{at}{norms.attended}.weight") if norms.attended else nn.Identity()
+        self.mlp_norm = loader.norm(f"{at}{norms.mlp}.weight")
+        self.out_norm = loader.norm(f"{at}{norms.out}.weight") if norms.out else nn.Identity()
         self.gate, self.up, self.down = (loader.linear(f"{at}mlp.{name}_proj") for name in ("gate", "up", "down"))
 
     def forward(self, x_BND: Tensor, rows: Rows) -> Tensor:
         """Attention and MLP, each added to the stream."""
         inner_BND = self.input_norm(x_BND)
-        q_BNHh = rotate(self.q_norm(self._heads(self.q(inner_BND))), rows.cos_BN1h, rows.sin_BN1h)
-        k_BNKh = rotate(self.k_norm(self._heads(self.k(inner_BND))), rows.cos_BN1h, rows.sin_BN1h)
+        mask_B1NN, cos_BN1h, sin_BN1h = rows.attentions[self._attention]
+        q_BNHh = rotate(self.q_norm(self._heads(self.q(inner_BND))), cos_BN1h, sin_BN1h)
+        k_BNKh = rotate(self.k_norm(self._heads(self.k(inner_BND))), cos_BN1h, sin_BN1h)
         v_BNKh = self._heads(self.v(inner_BND))
-        x_BND = x_BND + self.o(_attend(q_BNHh, k_BNKh, v_BNKh, rows.mask_B1NN))
+        out_BND = self.o(_attend(q_BNHh, k_BNKh, v_BNKh, mask_B1NN, self._config.score_scale))
+        x_BND = x_BND + self.attended_norm(out_BND)
         inner_BND = self.mlp_norm(x_BND)
-        return x_BND + self.down(F.silu(self.gate(inner_BND)) * self.up(inner_BND))
+        return x_BND + self.out_norm(self.down(self._activation(self.gate(inner_BND)) * self.up(inner_BND)))
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self._head_dim))
+        return x.unflatten(-1, (-1, self._config.head_dim))
 
 
-def _attend(q_BNHh: Tensor, k_BNKh: Tensor, v_BNKh: Tensor, mask_B1NN: Tensor | None) -> Tensor:
+def _attend(q_BNHh: Tensor, k_BNKh: Tensor, v_BNKh: Tensor, mask_B1NN: Tensor | None, scale: float | None) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q_BNHh, k_BNKh, v_BNKh))
-    out_BHNh = F.scaled_dot_product_attention(q, k, v, mask_B1NN, is_causal=mask_B1NN is None, enable_gqa=True)
+    out_BHNh = F.scaled_dot_product_attention(
+        q, k, v, mask_B1NN, is_causal=mask_B1NN is None, enable_gqa=True, scale=scale
+    )
     return out_BHNh.transpose(1, 2).flatten(2)
 
 
@@ -132,9 +136,8 @@ class TrainableDecoder(nn.Module):
         self.layers = nn.ModuleList(Layer(loader, index) for index in range(config.num_layers))
         self.final_norm = loader.norm(FINAL_NORM)
         self.head = self.embedding if config.tie_embeddings else loader.linear(LM_HEAD.removesuffix(".weight"))
-        cos, sin = rotary_tables(config, max_len)
-        self._cos_Th = torch.from_numpy(np.concatenate([cos, cos], axis=-1)).to(device)
-        self._sin_Th = torch.from_numpy(np.concatenate([-sin, sin], axis=-1)).to(device)
+        self._scale = torch.tensor(config.embedding_scale, dtype=dtype, device=device)
+        self._rotations = rotations(config, max_len, device)
 
     def tensors(self) -> Iterator[tuple[str, nn.Module, str]]:
         """Name in the checkpoint, module and attribute of every trained tensor, in a fixed order."""
@@ -155,30 +158,30 @@ class TrainableDecoder(nn.Module):
             for array in (batch.tokens, batch.targets, batch.positions, batch.documents)
         )
         learned_BN = torch.from_numpy(batch.learned).to(self._device)
-        mask_B1NN = None
-        if self.config.sliding_window is not None or batch.documents.max() > 1:
-            mask_B1NN = self._mask(documents_BN)
-        return Rows(
-            tokens_BN,
-            targets_BN[learned_BN],
-            learned_BN,
-            mask_B1NN,
-            self._cos_Th[positions_BN][:, :, None],
-            self._sin_Th[positions_BN][:, :, None],
-        )
+        attentions = [
+            (
+                self._mask(documents_BN, attention.window) if attention.window or batch.documents.max() > 1 else None,
+                cos_Th[positions_BN][:, :, None],
+                sin_Th[positions_BN][:, :, None],
+            )
+            for attention, (cos_Th, sin_Th) in zip(self.config.attentions, self._rotations, strict=True)
+        ]
+        return Rows(tokens_BN, targets_BN[learned_BN], learned_BN, attentions)
 
-    def _mask(self, documents_BN: Tensor) -> Tensor:
+    def _mask(self, documents_BN: Tensor, window: int | None) -> Tensor:
         """Whether a token (second last axis) sees another; padding sees itself, so that no softmax is empty."""
         num_tokens = documents_BN.shape[1]
         back_NN = torch.arange(num_tokens, device=self._device)[:, None] - torch.arange(num_tokens, device=self._device)
         visible_NN = back_NN >= 0
-        if self.config.sliding_window is not None:
-            visible_NN &= back_NN < self.config.sliding_window
+        if window is not None:
+            visible_NN &= back_NN < window
         return (visible_NN & (documents_BN[:, :, None] == documents_BN[:, None, :]))[:, None]
 
     def hidden(self, rows: Rows) -> Tensor:
         """What the head reads at the learned tokens, `[M, D]`."""
         x_BND = F.embedding(rows.tokens_BN, self.embedding.seen())
+        if self.config.scales_embedding:
+            x_BND = x_BND * self._scale
         for layer in self.layers:
             if self._recompute and torch.is_grad_enabled():
                 x_BND = checkpoint(layer, x_BND, rows, use_reentrant=False)
@@ -229,7 +232,7 @@ class _Loader:
         return Linear(key, self._master(key), self._schemes.get(key), self._dtype, bias_O)
 
     def norm(self, key: str) -> Norm:
-        return Norm(key, self._master(key), self.config.norm_eps)
+        return Norm(key, self._master(key), self.config.norm_eps, self.config.norm_offset)
 
     def _master(self, key: str) -> Tensor:
         array = self._weights[key]

@@ -7,6 +7,7 @@ K kv heads, R query heads of each, h head size, V vocabulary.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +15,13 @@ import numpy as np
 from jax import lax
 from jax.tree_util import register_dataclass
 
-from llmq.backends.base import Block, ComputeType, ModelOptions, Stream
+from llmq.backends.base import Block, ComputeType, ModelOptions
 from llmq.backends.tpu.device import Device
 from llmq.backends.tpu.linear import Leaf
-from llmq.backends.tpu.model import precision
+from llmq.backends.tpu.model import ACTIVATIONS, precision
 from llmq.checkpoint.loader import ModelWeights
 from llmq.model.config import ModelConfig
-from llmq.model.names import EMBEDDING, FINAL_NORM, LM_HEAD, STAGES
+from llmq.model.names import EMBEDDING, FINAL_NORM, LM_HEAD, STAGES, layer_norms, norm_factor, stage_tensors
 from llmq.model.rotary import rotary_tables
 from llmq.quant import QTensor, dequantize
 from llmq.quant.affine import dtype_of
@@ -48,6 +49,18 @@ class Batch:
     inputs_BNI: Leaf
 
 
+class JaxStream(NamedTuple):
+    """All sequences at some place of the model.
+
+    Attributes:
+        batches: Their activations.
+        layer: The block that is being run.
+    """
+
+    batches: list[Batch]
+    layer: int
+
+
 class JaxCalibrator:
     """See `base.Calibrator`.
 
@@ -60,34 +73,42 @@ class JaxCalibrator:
     def __init__(self, weights: ModelWeights, options: ModelOptions, device: Device) -> None:
         dtype: ComputeType = options.dtype or ("float32" if device.platform == "cpu" else "bfloat16")
         self._config, self._dtype, self._device = weights.config, dtype, device
+        self._read = stage_tensors(weights.config)
         self._embedding_VD = self._put(weights[EMBEDDING])
         tied = weights.config.tie_embeddings
         self._head_VD = self._embedding_VD if tied else self._put(weights[LM_HEAD])
-        self._final_norm_D = self._put(weights[FINAL_NORM])
+        self._final_norm_D = self._put_norm(weights[FINAL_NORM])
         num_positions = -(-options.max_len // _LENGTH_STEP) * _LENGTH_STEP
         self._rotation = jax.device_put(rotary_tables(weights.config, num_positions), device)
 
-    def start(self, sequences: Sequence[np.ndarray]) -> Stream:
+    def start(self, sequences: Sequence[np.ndarray]) -> JaxStream:
         """See `base.Calibrator.start`."""
-        return [self._embed(batch) for batch in _batches(sequences)]
+        return JaxStream([self._embed(batch) for batch in _batches(sequences)], 0)
 
-    def advance(self, stream: Stream, block: Block, stage: int) -> Stream:
+    def advance(self, stream: JaxStream, block: Block, stage: int) -> JaxStream:
         """See `base.Calibrator.advance`."""
-        tensors = {name: self._put(tensor) for name, tensor in block.items() if name in _READ[stage]}
-        return [_advance(self._config, self._dtype, stage, tensors, self._rotation, batch) for batch in stream]
+        tensors = {
+            name: self._put_norm(tensor) if name.endswith("norm.weight") else self._put(tensor)
+            for name, tensor in block.items()
+            if name in self._read[stage]
+        }
+        kind = self._config.attention_index(stream.layer) if stage == 1 else 0
+        rotation = (self._rotation[0][kind], self._rotation[1][kind])
+        advance = partial(_advance, self._config, self._dtype, (stage, kind), tensors, rotation)
+        return JaxStream([advance(batch) for batch in stream.batches], stream.layer + (stage == len(STAGES)))
 
-    def moments(self, left: Stream, right: Stream) -> np.ndarray:
+    def moments(self, left: JaxStream, right: JaxStream) -> np.ndarray:
         """See `base.Calibrator.moments`."""
         total = np.float64(0.0)
-        for ours, theirs in zip(left, right, strict=True):
+        for ours, theirs in zip(left.batches, right.batches, strict=True):
             total = total + np.asarray(_moments(ours, theirs), np.float64)
         return np.asarray(total)
 
-    def divergence(self, baseline: Stream, stream: Stream) -> float:
+    def divergence(self, baseline: JaxStream, stream: JaxStream) -> float:
         """See `base.Calibrator.divergence`."""
         total = num_tokens = 0.0
         head = (self._final_norm_D, self._head_VD)
-        for ours, theirs in zip(baseline, stream, strict=True):
+        for ours, theirs in zip(baseline.batches, stream.batches, strict=True):
             kl_BN = np.asarray(_divergence(self._config, self._dtype, head, ours, theirs), np.float64)
             total += float(kl_BN.sum())
             num_tokens += int(np.asarray(ours.valid_BN).sum())
@@ -101,21 +122,20 @@ class JaxCalibrator:
             token_BN[row, : len(sequence)] = sequence
             valid_BN[row, : len(sequence)] = True
         hidden_BND = self._embedding_VD[jax.device_put(token_BN, self._device)]
+        if self._config.scales_embedding:
+            hidden_BND = hidden_BND * jnp.asarray(self._config.embedding_scale, self._dtype)
         return Batch(jax.device_put(valid_BN, self._device), hidden_BND, hidden_BND[:, :0])
 
     def _put(self, tensor: np.ndarray | QTensor) -> jax.Array:
         dense = dequantize(tensor) if isinstance(tensor, QTensor) else tensor
         return jax.device_put(dense.astype(dtype_of(np, self._dtype)), self._device)
 
+    def _put_norm(self, weight: np.ndarray | QTensor) -> jax.Array:
+        """What a norm multiplies by; in float32 where an offset is part of it."""
+        assert not isinstance(weight, QTensor)
+        factor = norm_factor(self._config, weight)
+        return jax.device_put(factor, self._device) if self._config.norm_offset else self._put(factor)
 
-#: Tensors of a block that each stage reads.
-_READ = (
-    {"input_layernorm.weight"},
-    {f"self_attn.{n}_{part}" for n in "qkv" for part in ("proj.weight", "proj.bias", "norm.weight")},
-    {"self_attn.o_proj.weight", "self_attn.o_proj.bias", "post_attention_layernorm.weight"},
-    {f"mlp.{n}_proj.{part}" for n in ("gate", "up") for part in ("weight", "bias")},
-    {"mlp.down_proj.weight", "mlp.down_proj.bias"},
-)
 
 _Tensors = Mapping[str, jax.Array]
 
@@ -133,49 +153,60 @@ def _batches(sequences: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
     return batches
 
 
-@partial(jax.jit, static_argnames=("config", "dtype", "stage"))
+@partial(jax.jit, static_argnames=("config", "dtype", "place"))
 def _advance(
-    config: ModelConfig, dtype: str, stage: int, block: _Tensors, rotation: tuple[jax.Array, jax.Array], batch: Batch
+    config: ModelConfig,
+    dtype: str,
+    place: tuple[int, int],
+    block: _Tensors,
+    rotation: tuple[jax.Array, jax.Array],
+    batch: Batch,
 ) -> Batch:
+    """Run a stage, which with the layer's index in `ModelConfig.attentions` is its place."""
+    norms, (stage, kind) = layer_norms(config), place
+
+    def norm(name: str | None, x: jax.Array) -> jax.Array:
+        weight = block.get(f"{name}.weight")
+        return x if weight is None else _norm(x, weight, config.norm_eps)
+
     with precision(dtype):
         hidden_BND, inputs_BNI = batch.hidden_BND, batch.inputs_BNI
         if stage == 0:
-            inputs_BNI = _norm(hidden_BND, block["input_layernorm.weight"], config.norm_eps)
+            inputs_BNI = norm(norms.attention, hidden_BND)
         elif stage == 1:
-            inputs_BNI = _attended(config, block, rotation, inputs_BNI)
+            q, k, v = (_heads(config, _linear(block, f"self_attn.{name}_proj", inputs_BNI)) for name in "qkv")
+            q, k = (_rotate(norm(f"self_attn.{name}_norm", x), rotation) for name, x in (("q", q), ("k", k)))
+            inputs_BNI = _attended(config, config.attentions[kind].window, q, k, v)
         elif stage == 2:
-            hidden_BND = hidden_BND + _linear(block, "self_attn.o_proj", inputs_BNI)
-            inputs_BNI = _norm(hidden_BND, block["post_attention_layernorm.weight"], config.norm_eps)
+            hidden_BND = hidden_BND + norm(norms.attended, _linear(block, "self_attn.o_proj", inputs_BNI))
+            inputs_BNI = norm(norms.mlp, hidden_BND)
         elif stage == 3:
             gate, up = (_linear(block, f"mlp.{name}_proj", inputs_BNI) for name in ("gate", "up"))
-            inputs_BNI = jax.nn.silu(gate) * up
+            inputs_BNI = ACTIVATIONS[config.activation](gate) * up
         else:
             assert stage == len(STAGES)
-            hidden_BND = hidden_BND + _linear(block, "mlp.down_proj", inputs_BNI)
+            hidden_BND = hidden_BND + norm(norms.out, _linear(block, "mlp.down_proj", inputs_BNI))
             inputs_BNI = hidden_BND[:, :0]
         return Batch(batch.valid_BN, hidden_BND, inputs_BNI)
 
 
+def _heads(config: ModelConfig, x_BNO: jax.Array) -> jax.Array:
+    return x_BNO.reshape(*x_BNO.shape[:2], -1, config.head_dim)
+
+
 def _attended(
-    config: ModelConfig, block: _Tensors, rotation: tuple[jax.Array, jax.Array], inputs_BNI: jax.Array
+    config: ModelConfig, window: int | None, q_BNHh: jax.Array, k_BNKh: jax.Array, v_BNKh: jax.Array
 ) -> jax.Array:
     """Causal attention of each sequence on itself; padding stands behind all that is read."""
-    num_sequences, length, _ = inputs_BNI.shape
-    q, k, v = (
-        _linear(block, f"self_attn.{name}_proj", inputs_BNI).reshape(num_sequences, length, -1, config.head_dim)
-        for name in "qkv"
-    )
-    if config.qk_norm:
-        q, k = (_norm(x, block[f"self_attn.{name}_norm.weight"], config.norm_eps) for name, x in (("q", q), ("k", k)))
-    q_BNHh, k_BNKh = (_rotate(x, rotation) for x in (q, k))
+    num_sequences, length, _, _ = q_BNHh.shape
     q_BNKRh = q_BNHh.reshape(*k_BNKh.shape[:3], -1, config.head_dim)
     scores_BKRNT = jnp.einsum("BNKRh,BTKh->BKRNT", q_BNKRh, k_BNKh, preferred_element_type=jnp.float32)
     distance_NT = jnp.arange(length)[:, None] - jnp.arange(length)
     visible_NT = distance_NT >= 0
-    if config.sliding_window is not None:
-        visible_NT &= distance_NT < config.sliding_window
-    probs_BKRNT = jax.nn.softmax(jnp.where(visible_NT, scores_BKRNT * config.head_dim**-0.5, -jnp.inf), axis=-1)
-    out_BNKRh = jnp.einsum("BKRNT,BTKh->BNKRh", probs_BKRNT.astype(v.dtype), v)
+    if window is not None:
+        visible_NT &= distance_NT < window
+    probs_BKRNT = jax.nn.softmax(jnp.where(visible_NT, scores_BKRNT * config.attention_scale, -jnp.inf), axis=-1)
+    out_BNKRh = jnp.einsum("BKRNT,BTKh->BNKRh", probs_BKRNT.astype(v_BNKh.dtype), v_BNKh)
     return out_BNKRh.reshape(num_sequences, length, -1)
 
 

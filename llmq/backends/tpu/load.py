@@ -20,7 +20,7 @@ from llmq.backends.tpu.linear import DenseLinear, EinsumLinear, Linear, Quantize
 from llmq.backends.tpu.model import Layer, Params
 from llmq.backends.tpu.table import DenseTable, EinsumTable, QuantizedTable, ScanTable, Table
 from llmq.checkpoint.loader import ModelWeights
-from llmq.model.names import EMBEDDING, FINAL_NORM, LM_HEAD, layer_prefix
+from llmq.model.names import EMBEDDING, FINAL_NORM, LM_HEAD, layer_norms, layer_prefix, norm_factor
 from llmq.model.rotary import rotary_tables
 from llmq.quant import QTensor
 from llmq.quant.affine import dtype_of
@@ -63,9 +63,9 @@ def load_params(
     embedding = loader.table(EMBEDDING)
     head = None if weights.config.tie_embeddings else loader.table(LM_HEAD)
     num_positions = -(-max_len // BLOCK) * BLOCK
-    rest = (embedding, loader.array(FINAL_NORM), head, *rotary_tables(weights.config, num_positions))
-    embedding, final_norm_D, head, cos_Th, sin_Th = jax.device_put(rest, device)
-    params = Params(embedding, tuple(segments), final_norm_D, head, cos_Th, sin_Th)
+    rest = (embedding, loader.norm(FINAL_NORM), head, *rotary_tables(weights.config, num_positions))
+    embedding, final_norm_D, head, cos_ATh, sin_ATh = jax.device_put(rest, device)
+    params = Params(embedding, tuple(segments), final_norm_D, head, cos_ATh, sin_ATh)
     return params, _kernel_lines(kernels, (head or embedding).kernel, len(segments))
 
 
@@ -78,19 +78,23 @@ class _Loader:
         self.dtype = dtype_of(np, dtype)
 
     def layer(self, index: int) -> Layer:
-        at = layer_prefix(index)
+        at, config = layer_prefix(index), self.weights.config
+        norms, differ = layer_norms(config), len(config.attentions) > 1
         return Layer(
-            attention_norm_D=self.array(f"{at}input_layernorm.weight"),
+            attention_norm_D=self.norm(f"{at}{norms.attention}.weight"),
             q=self.linear(f"{at}self_attn.q_proj"),
             k=self.linear(f"{at}self_attn.k_proj"),
             v=self.linear(f"{at}self_attn.v_proj"),
-            q_norm_h=self.optional(f"{at}self_attn.q_norm.weight"),
-            k_norm_h=self.optional(f"{at}self_attn.k_norm.weight"),
+            q_norm_h=self.norm_if(config.qk_norm, f"{at}self_attn.q_norm.weight"),
+            k_norm_h=self.norm_if(config.qk_norm, f"{at}self_attn.k_norm.weight"),
             o=self.linear(f"{at}self_attn.o_proj"),
-            mlp_norm_D=self.array(f"{at}post_attention_layernorm.weight"),
+            mlp_norm_D=self.norm(f"{at}{norms.mlp}.weight"),
             gate=self.linear(f"{at}mlp.gate_proj"),
             up=self.linear(f"{at}mlp.up_proj"),
             down=self.linear(f"{at}mlp.down_proj"),
+            attended_norm_D=self.norm_if(config.output_norms, f"{at}{norms.attended}.weight"),
+            out_norm_D=self.norm_if(config.output_norms, f"{at}{norms.out}.weight"),
+            attention=np.array(config.attention_index(index), np.int32) if differ else None,
         )
 
     def linear(self, name: str) -> Linear:
@@ -104,6 +108,12 @@ class _Loader:
         if isinstance(weight, QTensor):
             return self.layouts.table.from_qtensor(weight)
         return DenseTable(weight.astype(self.dtype))
+
+    def norm(self, name: str) -> np.ndarray:
+        return norm_factor(self.weights.config, self.array(name))
+
+    def norm_if(self, present: bool, name: str) -> np.ndarray | None:
+        return self.norm(name) if present else None
 
     def optional(self, name: str) -> np.ndarray | None:
         return self.array(name) if name in self.weights else None

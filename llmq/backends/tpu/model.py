@@ -9,15 +9,17 @@ Like layers lie stacked in segments and are scanned. The cache travels in the sc
 XLA updates it in place; as a scanned input and output it would be copied whole at every layer.
 
 Shape letters: B slots of the batch, N tokens of each, D hidden, K kv heads, R query heads of each,
-h head size, L layers, S slots, T positions of a slot, t positions of a block, V vocabulary.
+h head size, L layers, A ways to attend, S slots, T positions of a slot, t positions of a block, V vocabulary.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.tree_util import register_dataclass
 
@@ -33,7 +35,11 @@ LOWEST = -1e30
 @register_dataclass
 @dataclass(frozen=True)
 class Layer:
-    """Weights of one layer, or of a segment of layers along a leading axis."""
+    """Weights of one layer, or of a segment of layers along a leading axis.
+
+    Norms hold what they multiply by. The last three are None where layers have no such norm, and where they
+    all attend alike; else `attention` is the index of their way in `ModelConfig.attentions`.
+    """
 
     attention_norm_D: Leaf
     q: Linear
@@ -46,6 +52,9 @@ class Layer:
     gate: Linear
     up: Linear
     down: Linear
+    attended_norm_D: Leaf | None = None
+    out_norm_D: Leaf | None = None
+    attention: Leaf | None = None
 
 
 @register_dataclass
@@ -58,15 +67,20 @@ class Params:
         segments: Stacked layers, in order.
         final_norm_D: Norm before the head.
         head: None when tied to the embedding.
-        cos_Th, sin_Th: Rotary tables, `[T, h / 2]`.
+        cos_ATh, sin_ATh: Rotary tables, `[A, T, h / 2]`, one for each of `ModelConfig.attentions`.
     """
 
     embedding: Table
     segments: tuple[Layer, ...]
     final_norm_D: Leaf
     head: Table | None
-    cos_Th: Leaf
-    sin_Th: Leaf
+    cos_ATh: Leaf
+    sin_ATh: Leaf
+
+    def embed(self, config: ModelConfig, ids: jax.Array, dtype: str) -> jax.Array:
+        """Embeddings, `[..., D]` in the compute type."""
+        found = self.embedding.lookup(ids, dtype)
+        return found * jnp.asarray(config.embedding_scale, dtype) if config.scales_embedding else found
 
     def project(self, x_MD: jax.Array) -> jax.Array:
         """Logits, float32 `[M, V]`."""
@@ -104,8 +118,8 @@ def forward(
     """
     with precision(dtype):
         position_BN = jnp.maximum(place.position(place.row_BN), 0)
-        rotation = (params.cos_Th[position_BN], params.sin_Th[position_BN])
-        x_BND = params.embedding.lookup(token_BN, dtype)
+        rotation = (params.cos_ATh[:, position_BN], params.sin_ATh[:, position_BN])
+        x_BND = params.embed(config, token_BN, dtype)
 
         def step(
             carry: tuple[jax.Array, Cache], scanned: tuple[jax.Array, Layer]
@@ -200,7 +214,35 @@ def scores(dtype: str, params: Params, x_BND: jax.Array, target_BN: Leaf) -> tup
         return jax.tree.map(lambda score_Xm: score_Xm.reshape(target_BN.shape), lax.map(score, blocks))
 
 
-Rotation = tuple[jax.Array, jax.Array]  # cos and sin of each token, `[B, N, h / 2]`
+Rotation = tuple[jax.Array, jax.Array]  # cos and sin of each token, `[A, B, N, h / 2]`
+
+
+def of_layer(
+    config: ModelConfig, rotation: Rotation, attention: Leaf | None
+) -> tuple[jax.Array, jax.Array, Leaf | int | None]:
+    """Which rotation and which window a layer has.
+
+    Args:
+        config: The model.
+        rotation: Cosine and sine for each of `ModelConfig.attentions`.
+        attention: The layer's, a scalar; None where there is one.
+
+    Returns:
+        Cosine and sine of the layer, and its window: None to see all, an array where layers differ.
+    """
+    cos_A, sin_A = rotation
+    windows = [found.window for found in config.attentions]
+    if attention is None:
+        return cos_A[0], sin_A[0], windows[0]
+    window_A = np.array([np.iinfo(np.int32).max if window is None else window for window in windows], np.int32)
+    return cos_A[attention], sin_A[attention], jnp.asarray(window_A)[attention]
+
+
+#: `ModelConfig.activation` -> what it is.
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_tanh": lambda x: jax.nn.gelu(x.astype(jnp.float32), approximate=True).astype(x.dtype),
+}
 
 
 def _layer(
@@ -214,10 +256,10 @@ def _layer(
 ) -> tuple[jax.Array, Cache]:
     normed_BND = _norm(x_BND, layer.attention_norm_D, config.norm_eps)
     attended_BND, cache = _attention(config, layer, index, normed_BND, cache, place, rotation)
-    x_BND = x_BND + attended_BND
+    x_BND = x_BND + _norm_if(attended_BND, layer.attended_norm_D, config.norm_eps)
     normed_BND = _norm(x_BND, layer.mlp_norm_D, config.norm_eps)
-    gated = jax.nn.silu(_apply(layer.gate, normed_BND)) * _apply(layer.up, normed_BND)
-    return x_BND + _apply(layer.down, gated), cache
+    gated = ACTIVATIONS[config.activation](_apply(layer.gate, normed_BND)) * _apply(layer.up, normed_BND)
+    return x_BND + _norm_if(_apply(layer.down, gated), layer.out_norm_D, config.norm_eps), cache
 
 
 def _attention(
@@ -233,24 +275,24 @@ def _attention(
 
     def heads(linear: Linear, norm_h: Leaf | None) -> jax.Array:
         x = _apply(linear, x_BND).reshape(*x_BND.shape[:2], -1, config.head_dim)
-        return x if norm_h is None else _norm(x, norm_h, config.norm_eps)
+        return _norm_if(x, norm_h, config.norm_eps)
 
-    q_BNHh = _rotate(heads(layer.q, layer.q_norm_h), rotation)
-    k_BNKh = _rotate(heads(layer.k, layer.k_norm_h), rotation)
+    cos_BNh, sin_BNh, window = of_layer(config, rotation, layer.attention)
+    q_BNHh = _rotate(heads(layer.q, layer.q_norm_h), cos_BNh, sin_BNh)
+    k_BNKh = _rotate(heads(layer.k, layer.k_norm_h), cos_BNh, sin_BNh)
     cache = write(cache, index, place, k_BNKh, heads(layer.v, None))
     q_BNKRh = q_BNHh.reshape(*k_BNKh.shape[:3], -1, config.head_dim)
-    attended_BNKRh = _attend(q_BNKRh, cache, index, place, config.sliding_window)
+    attended_BNKRh = _attend(q_BNKRh * jnp.asarray(config.attention_scale, q_BNKRh.dtype), cache, index, place, window)
     return _apply(layer.o, attended_BNKRh.reshape(*x_BND.shape[:2], -1)), cache
 
 
-def _attend(q_BNKRh: jax.Array, cache: Cache, index: jax.Array, place: Place, window: int | None) -> jax.Array:
-    """Softmax attention over the cache, a block of positions at a time, up to the last one in use.
+def _attend(q_BNKRh: jax.Array, cache: Cache, index: jax.Array, place: Place, window: Leaf | int | None) -> jax.Array:
+    """Softmax attention of scaled queries over the cache, a block of positions at a time, up to the last one in use.
 
     Source:
         The running maximum and sum: arXiv:1805.02867, algorithm 3.
     """
     num_slots, num_tokens, num_kv_heads, num_repeats, head_dim = q_BNKRh.shape
-    q_BNKRh = q_BNKRh * jnp.asarray(head_dim**-0.5, q_BNKRh.dtype)
     position_BN1 = place.position(place.row_BN)[:, :, None]
     last_B1 = jnp.max(place.row_BN, axis=1, keepdims=True)
 
@@ -307,9 +349,13 @@ def _norm(x: jax.Array, weight: Leaf, eps: float) -> jax.Array:
     return (scaled * weight.astype(jnp.float32)).astype(x.dtype)
 
 
-def _rotate(x_BNHh: jax.Array, rotation: Rotation) -> jax.Array:
+def _norm_if(x: jax.Array, weight: Leaf | None, eps: float) -> jax.Array:
+    return x if weight is None else _norm(x, weight, eps)
+
+
+def _rotate(x_BNHh: jax.Array, cos_BNh: jax.Array, sin_BNh: jax.Array) -> jax.Array:
     """Rotate the pairs (j, j + h / 2) of each head, in float32."""
     first, second = jnp.split(x_BNHh.astype(jnp.float32), 2, axis=-1)
-    cos, sin = (table_BNh[:, :, None] for table_BNh in rotation)
+    cos, sin = cos_BNh[:, :, None], sin_BNh[:, :, None]
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return rotated.astype(x_BNHh.dtype)

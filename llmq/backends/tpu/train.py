@@ -177,7 +177,7 @@ class JaxTrainer:
 
     def _rows(self, batch: TrainBatch) -> Rows:
         """A batch on the devices, filled up with rows of padding to a multiple of their number."""
-        cos, sin = (table[batch.positions] for table in self._rotation)
+        cos, sin = (table_ATh[:, batch.positions].swapaxes(0, 1) for table_ATh in self._rotation)
         arrays = (batch.tokens, batch.targets, batch.learned, batch.documents, cos, sin)
         missing = -len(batch.tokens) % self._mesh.size
         padded = [np.pad(array, [(0, missing)] + [(0, 0)] * (array.ndim - 1)) for array in arrays]

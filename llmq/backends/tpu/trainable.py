@@ -7,7 +7,7 @@ Weights are a dictionary by their names in the checkpoint; those of a segment of
 under the name without the layer, behind the segment's number.
 
 Shape letters: B rows, N tokens of each, D hidden, K kv heads, R query heads of each, h head size,
-O output features, I input features, V vocabulary.
+O output features, I input features, V vocabulary, A ways to attend.
 """
 
 from collections.abc import Mapping
@@ -19,10 +19,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from llmq.backends.tpu.model import precision
+from llmq.backends.tpu.linear import Leaf
+from llmq.backends.tpu.model import ACTIVATIONS, of_layer, precision
 from llmq.config import Scheme
 from llmq.model.config import ModelConfig
-from llmq.model.names import EMBEDDING, FINAL_NORM, LM_HEAD
+from llmq.model.names import EMBEDDING, FINAL_NORM, LM_HEAD, layer_norms
 from llmq.quant import dequantize, quantize
 from llmq.quant.gradient import is_clipped
 
@@ -57,15 +58,15 @@ class Rows(NamedTuple):
         tokens_BN, targets_BN: int32.
         learned_BN: bool.
         documents_BN: int32, 0 for padding.
-        cos_BNh, sin_BNh: Rotation of each token, `[B, N, h / 2]`.
+        cos_BANh, sin_BANh: Rotation of each token, `[B, A, N, h / 2]`, for each of `ModelConfig.attentions`.
     """
 
     tokens_BN: jax.Array
     targets_BN: jax.Array
     learned_BN: jax.Array
     documents_BN: jax.Array
-    cos_BNh: jax.Array
-    sin_BNh: jax.Array
+    cos_BANh: jax.Array
+    sin_BANh: jax.Array
 
 
 class Taught(NamedTuple):
@@ -137,19 +138,29 @@ def hidden(spec: Spec, tensors: Tensors, rows: Rows, *, quantized: bool) -> tupl
             weight = merged(weight, held[f"down {key}"], held[f"up {key}"], spec.factor)
         return straight_through(weight, scheme, spec.dtype) if scheme else weight.astype(spec.dtype)
 
+    config, first = spec.config, 0
     x_BND = seen(tensors, EMBEDDING, schemes.get(EMBEDDING))[rows.tokens_BN]
+    if config.scales_embedding:
+        x_BND = x_BND * jnp.asarray(config.embedding_scale, spec.dtype)
     for segment in range(spec.num_segments):
         at = f"{segment} "
         stacked = {_without(key, at): array for key, array in tensors.items() if at in key}
         mine = {_without(key, at): scheme for key, scheme in schemes.items() if at in key}
+        past = first + next(len(array) for array in stacked.values())
+        kinds = [config.attention_index(index) for index in range(first, past)]
+        attention_L = jnp.array(kinds) if len(config.attentions) > 1 else None
+        first = past
 
-        def layer(x: jax.Array, held: Tensors, mine: Mapping[str, Scheme] = mine) -> tuple[jax.Array, None]:
+        def layer(
+            x: jax.Array, scanned: tuple[Tensors, jax.Array | None], mine: Mapping[str, Scheme] = mine
+        ) -> tuple[jax.Array, None]:
+            held, attention = scanned
             see = {key: seen(held, key, mine.get(key)) for key in held if not key.startswith(("up ", "down "))}
-            return _layer(spec.config, see, x, rows), None
+            return _layer(config, see, x, rows, attention), None
 
-        x_BND, _ = lax.scan(jax.checkpoint(layer) if spec.recompute else layer, x_BND, stacked)
-    head = EMBEDDING if spec.config.tie_embeddings else LM_HEAD
-    return _norm(x_BND, tensors[FINAL_NORM], spec.config.norm_eps), seen(tensors, head, schemes.get(head))
+        x_BND, _ = lax.scan(jax.checkpoint(layer) if spec.recompute else layer, x_BND, (stacked, attention_L))
+    head = EMBEDDING if config.tie_embeddings else LM_HEAD
+    return _norm(config, x_BND, tensors[FINAL_NORM]), seen(tensors, head, schemes.get(head))
 
 
 def losses(spec: Spec, tensors: Tensors, rows: Rows, taught: Taught | None = None, *, quantized: bool) -> jax.Array:
@@ -190,38 +201,48 @@ def _without(key: str, at: str) -> str:
     return key.replace(at, "", 1)
 
 
-def _layer(config: ModelConfig, see: Tensors, x_BND: jax.Array, rows: Rows) -> jax.Array:
+def _layer(config: ModelConfig, see: Tensors, x_BND: jax.Array, rows: Rows, attention: jax.Array | None) -> jax.Array:
     def linear(name: str, x_BNI: jax.Array) -> jax.Array:
         y_BNO = x_BNI @ see[f"{name}.weight"].T
         bias = see.get(f"{name}.bias")
         return y_BNO if bias is None else y_BNO + bias.astype(y_BNO.dtype)
 
+    def norm(name: str | None, x: jax.Array) -> jax.Array:
+        weight = see.get(f"{name}.weight")
+        return x if weight is None else _norm(config, x, weight)
+
     def heads(part: str) -> jax.Array:
         x = linear(f"self_attn.{part}_proj", normed_BND)
-        x = x.reshape(*x.shape[:2], -1, config.head_dim)
-        norm = see.get(f"self_attn.{part}_norm.weight")
-        return x if norm is None else _norm(x, norm, config.norm_eps)
+        return norm(f"self_attn.{part}_norm", x.reshape(*x.shape[:2], -1, config.head_dim))
 
-    normed_BND = _norm(x_BND, see["input_layernorm.weight"], config.norm_eps)
-    q_BNHh, k_BNKh = (_rotate(heads(part), rows) for part in "qk")
-    attended_BND = _attend(config, q_BNHh, k_BNKh, heads("v"), rows.documents_BN)
-    x_BND = x_BND + linear("self_attn.o_proj", attended_BND)
-    normed_BND = _norm(x_BND, see["post_attention_layernorm.weight"], config.norm_eps)
-    gated = jax.nn.silu(linear("mlp.gate_proj", normed_BND)) * linear("mlp.up_proj", normed_BND)
-    return x_BND + linear("mlp.down_proj", gated)
+    norms = layer_norms(config)
+    rotation = (rows.cos_BANh.swapaxes(0, 1), rows.sin_BANh.swapaxes(0, 1))
+    cos_BNh, sin_BNh, window = of_layer(config, rotation, attention)
+    normed_BND = norm(norms.attention, x_BND)
+    q_BNHh, k_BNKh = (_rotate(heads(part), cos_BNh, sin_BNh) for part in "qk")
+    attended_BND = _attend(config, window, q_BNHh, k_BNKh, heads("v"), rows.documents_BN)
+    x_BND = x_BND + norm(norms.attended, linear("self_attn.o_proj", attended_BND))
+    normed_BND = norm(norms.mlp, x_BND)
+    gated = ACTIVATIONS[config.activation](linear("mlp.gate_proj", normed_BND)) * linear("mlp.up_proj", normed_BND)
+    return x_BND + norm(norms.out, linear("mlp.down_proj", gated))
 
 
 def _attend(
-    config: ModelConfig, q_BNHh: jax.Array, k_BNKh: jax.Array, v_BNKh: jax.Array, documents_BN: jax.Array
+    config: ModelConfig,
+    window: Leaf | int | None,
+    q_BNHh: jax.Array,
+    k_BNKh: jax.Array,
+    v_BNKh: jax.Array,
+    documents_BN: jax.Array,
 ) -> jax.Array:
     """Causal attention within documents; padding sees padding."""
     num_tokens = documents_BN.shape[1]
     back_NN = jnp.arange(num_tokens)[:, None] - jnp.arange(num_tokens)
     visible_NN = back_NN >= 0
-    if config.sliding_window is not None:
-        visible_NN &= back_NN < config.sliding_window
+    if window is not None:
+        visible_NN &= back_NN < window
     visible_BNN = visible_NN & (documents_BN[:, :, None] == documents_BN[:, None, :])
-    q_BNKRh = q_BNHh.reshape(*k_BNKh.shape[:3], -1, config.head_dim) * jnp.asarray(config.head_dim**-0.5, q_BNHh.dtype)
+    q_BNKRh = q_BNHh.reshape(*k_BNKh.shape[:3], -1, config.head_dim) * jnp.asarray(config.attention_scale, q_BNHh.dtype)
     scores_BKRNn = jnp.einsum("BNKRh,BnKh->BKRNn", q_BNKRh, k_BNKh, preferred_element_type=jnp.float32)
     scores_BKRNn = jnp.where(visible_BNN[:, None, None], scores_BKRNn, -jnp.inf)
     probs_BKRNn = jax.nn.softmax(scores_BKRNn, axis=-1).astype(v_BNKh.dtype)
@@ -229,16 +250,18 @@ def _attend(
     return out_BNKRh.astype(q_BNHh.dtype).reshape(*documents_BN.shape, -1)
 
 
-def _norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+def _norm(config: ModelConfig, x: jax.Array, weight: jax.Array) -> jax.Array:
     """Root-mean-square norm over the last axis, in float32."""
-    wide = x.astype(jnp.float32)
-    scaled = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return (scaled * weight.astype(jnp.float32)).astype(x.dtype)
+    wide, factor = x.astype(jnp.float32), weight.astype(jnp.float32)
+    if config.norm_offset:
+        factor = config.norm_offset + factor
+    scaled = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + config.norm_eps)
+    return (scaled * factor).astype(x.dtype)
 
 
-def _rotate(x_BNHh: jax.Array, rows: Rows) -> jax.Array:
+def _rotate(x_BNHh: jax.Array, cos_BNh: jax.Array, sin_BNh: jax.Array) -> jax.Array:
     """Rotate the pairs (j, j + h / 2) of each head, in float32."""
     first, second = jnp.split(x_BNHh.astype(jnp.float32), 2, axis=-1)
-    cos, sin = rows.cos_BNh[:, :, None], rows.sin_BNh[:, :, None]
+    cos, sin = cos_BNh[:, :, None], sin_BNh[:, :, None]
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return rotated.astype(x_BNHh.dtype)
