@@ -11,7 +11,7 @@ _NAMES = "its place from 1, its model's name, or its file's"
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Result files of llmq eval --output.", show_default=False)],
+    runs: Annotated[list[Path], typer.Argument(help="Result files of llmq eval --output; beside them, directories or logs of llmq qat.", show_default=False)],
     output: Annotated[Path | None, typer.Option("--output", "-o", help="A .md or .html file. Default: Markdown on standard output.", show_default=False)] = None,
     baseline: Annotated[str | None, typer.Option("--baseline", help=f"The run to hold the others against: {_NAMES}. Default: the first.", show_default=False)] = None,
     ptq: Annotated[str | None, typer.Option("--ptq", help="With --qat, the baseline quantized without training; shows the share of its loss that training recovered.", show_default=False)] = None,
@@ -28,8 +28,11 @@ def report(
     from llmq.evaluate.report_html import to_html
     from llmq.evaluate.report_markdown import to_markdown
     from llmq.evaluate.results import read_results
+    from llmq.evaluate.training import is_training, read_training
 
-    found = build_report([(path, read_results(path)) for path in runs], baseline=baseline, ptq=ptq, qat=qat)
+    results = [(path, read_results(path)) for path in runs if not is_training(path)]
+    trainings = [read_training(path) for path in runs if is_training(path)]
+    found = build_report(results, baseline=baseline, ptq=ptq, qat=qat, trainings=trainings)
     if output is None:
         print(to_markdown(found), end="")
         return

@@ -14,6 +14,7 @@ import numpy as np
 from llmq.errors import ConfigError
 from llmq.evaluate.results import Metric, Results
 from llmq.evaluate.statistics import Comparison, Recovered, Sample, Verdict, compare, recovered
+from llmq.evaluate.training import Training
 
 #: Options that may differ between runs that are compared: what is compared, and how work was cut up.
 _FREE = frozenset({"tasks", "backend", "kv_cache_dtype", "batch_size", "tokens_per_call", "reference"})
@@ -82,6 +83,7 @@ class Report:
         baseline: The run the others are held against.
         ptq, qat: The runs between which a loss was won back; None where not asked for.
         rows: One for each metric.
+        trainings: Runs of ``llmq qat``.
     """
 
     runs: tuple[Run, ...]
@@ -89,6 +91,7 @@ class Report:
     ptq: Run | None
     qat: Run | None
     rows: tuple[Row, ...]
+    trainings: tuple[Training, ...] = ()
 
     def summary(self, run: Run) -> str:
         """What a run amounts to, in a sentence.
@@ -113,6 +116,7 @@ def build_report(
     baseline: str | None = None,
     ptq: str | None = None,
     qat: str | None = None,
+    trainings: Sequence[Training] = (),
 ) -> Report:
     """Compare runs.
 
@@ -122,14 +126,17 @@ def build_report(
             name, or the name of its file with or without ending. None takes the first.
         ptq: The run of the baseline quantized without training, named likewise.
         qat: The run of it quantized with training.
+        trainings: Runs of ``llmq qat``, to be shown beside.
 
     Returns:
         The comparison.
 
     Raises:
-        ConfigError: A run is not found, only one of `ptq` and `qat` is given, or runs differ in an
+        ConfigError: There is no run, one is not found, only one of `ptq` and `qat` is given, or runs differ in an
             option that changes their numbers.
     """
+    if not runs:
+        raise ConfigError("runs: hold no result of llmq eval; give one, runs of llmq qat are shown beside it.")
     if (ptq is None) != (qat is None):
         raise ConfigError("ptq and qat: belong together; name both runs, or none.")
     labels = _labels(runs)
@@ -148,9 +155,8 @@ def build_report(
     )
     names = dict.fromkeys(name for _, results in runs for name in results.metrics)
     rows = tuple(_row(name, [results for _, results in runs], at, triple) for name in names)
-    return Report(
-        columns, columns[at], columns[triple[1]] if triple else None, columns[triple[2]] if triple else None, rows
-    )
+    before, after = (columns[triple[1]], columns[triple[2]]) if triple else (None, None)
+    return Report(columns, columns[at], before, after, rows, tuple(trainings))
 
 
 def _labels(runs: Sequence[tuple[Path, Results]]) -> list[str]:

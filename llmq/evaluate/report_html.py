@@ -16,12 +16,19 @@ import jinja2
 from llmq.evaluate import report_markdown as text
 from llmq.evaluate.report import Report, Row
 from llmq.evaluate.statistics import Z_95, Verdict
+from llmq.evaluate.training import Curve, Training
 
 #: Plots of size against quality at most; the tables have every metric.
 _MAX_PLOTS = 12
 
 #: Layers listed by name, those with the most error first.
 _NUM_WORST = 8
+
+#: Points of a curve; more than there are pixels show nothing.
+_MAX_POINTS = 300
+
+#: What the curves of a training run are.
+_CURVES = ("training loss", "held-out loss", "held-out loss, quantized")
 
 #: View box of a plot, and the plotted area in it.
 _WIDTH, _HEIGHT = 360, 230
@@ -93,6 +100,8 @@ def to_html(report: Report) -> str:
         layers=_layer_plots(layers),
         layer_series=[place for place, found in enumerate(layers) if found],
         worst=_worst(report, layers),
+        trainings=[_training_plot(training) for training in report.trainings],
+        curves=_CURVES,
         width=_WIDTH,
         height=_HEIGHT,
         area={"left": _LEFT, "right": _WIDTH - _RIGHT, "top": _TOP, "bottom": _HEIGHT - _BOTTOM},
@@ -207,6 +216,31 @@ def _layer_plots(layers: Sequence[dict[str, dict[int, float]]]) -> list[dict[str
         ticks = [tick for tick in x.ticks() if "." not in tick[1]]
         plots.append({"module": module, "series": series, "x": ticks, "y": y.ticks()})
     return plots
+
+
+def _training_plot(training: Training) -> dict[str, Any]:
+    """Losses against steps; the onset is where fake quantization set in, if that was later than the first step."""
+    curves = [_thinned(training.losses), training.held_out, training.held_out_quantized]
+    every = [point for curve in curves for point in curve]
+    x = _scale([step for step, _ in every], _LEFT, _WIDTH - _RIGHT, margin=0.03)
+    y = _scale([loss for _, loss in every], _HEIGHT - _BOTTOM, _TOP)
+    series = [
+        {"series": place, "points": [(x(step), y(loss)) for step, loss in curve], "marked": place > 0}
+        for place, curve in enumerate(curves)
+        if curve
+    ]
+    start = training.fake_quant_from
+    onset = x(start) if start is not None and training.losses and start > training.losses[0][0] else None
+    ticks = [tick for tick in x.ticks() if "." not in tick[1]]
+    told = "; ".join(map(" ".join, zip(text.TRAINING_COLUMNS, text.training_row(training), strict=True)))
+    return {"training": training, "series": series, "x": ticks, "y": y.ticks(), "onset": onset, "told": told}
+
+
+def _thinned(curve: Curve) -> Curve:
+    """At most `_MAX_POINTS` points, each the mean of as many neighbours."""
+    stride = math.ceil(len(curve) / _MAX_POINTS)
+    parts = [curve[start : start + stride] for start in range(0, len(curve), max(stride, 1))]
+    return tuple((part[-1][0], sum(loss for _, loss in part) / len(part)) for part in parts)
 
 
 def _worst(report: Report, layers: Sequence[dict[str, dict[int, float]]]) -> list[tuple[str, str, str]]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from llmq.evaluate.report import Cell, Report
 from llmq.evaluate.results import Metric, Results
 from llmq.evaluate.statistics import Comparison, Recovered, Verdict
+from llmq.evaluate.training import Training
 
 #: Marks beside a verdict, so that it does not hang on color or reading.
 SYMBOLS = {Verdict.BETTER: "▲", Verdict.WORSE: "▼", Verdict.NOISE: "≈", Verdict.UNKNOWN: "?"}
@@ -24,6 +25,12 @@ NOTES = (
     "Differences without common items are marked unpaired.",
     "Verdicts are at the 95 % level: of twenty comparisons between equal models, one is expected to be wrong.",
 )
+
+
+#: What the rows of `training_row` say.
+TRAINING_COLUMNS = ("run", "steps", "fake quantization from step", "held-out loss", "held-out loss, quantized")
+
+TRAINING_NOTE = "Loss in nats a token on rows that are not trained on, before and after the run."
 
 
 def to_markdown(report: Report) -> str:
@@ -75,6 +82,9 @@ def to_markdown(report: Report) -> str:
             [(row.title, share_of(row.recovered), row.recovered.verdict) for row in report.rows if row.recovered],
             right=(1,),
         )
+    if report.trainings:
+        parts += ["", "## Training", "", f"{TRAINING_NOTE}", ""]
+        parts += _table(TRAINING_COLUMNS, [training_row(training) for training in report.trainings], right=range(1, 5))
     parts += ["", *(f"- {note}" for note in NOTES)]
     return "\n".join(parts) + "\n"
 
@@ -149,6 +159,22 @@ def share_of(found: Recovered | None) -> str:
         return NOTHING
     error = "" if found.stderr is None else f" ± {100 * found.stderr:.0f}"
     return f"{100 * found.share:.0f}{error} %".replace("-", "\N{MINUS SIGN}")
+
+
+def training_row(training: Training) -> tuple[str, ...]:
+    """A training run in figures.
+
+    Args:
+        training: The run.
+
+    Returns:
+        A cell for each of `TRAINING_COLUMNS`.
+    """
+    steps = str(training.losses[-1][0]) if training.losses else "0"
+    start = NOTHING if training.fake_quant_from is None else str(training.fake_quant_from)
+    curves = (training.held_out, training.held_out_quantized)
+    changes = (f"{curve[0][1]:.4f} → {curve[-1][1]:.4f}" if curve else NOTHING for curve in curves)
+    return training.label, steps, start, *changes
 
 
 def megabytes(num_bytes: int) -> str:

@@ -21,12 +21,10 @@ from llmq.checkpoint.layout import Entry
 from llmq.checkpoint.loader import ModelWeights
 from llmq.checkpoint.writer import plan_shards, stage, to_json
 from llmq.config import Scheme
+from llmq.evaluate.training import METRICS
 from llmq.qat.recipe import Recipe
 from llmq.quant import QTensor, unpack_int4
 from llmq.quant.rows import quantize_rows
-
-#: Name of the metrics beside the weights.
-METRICS = "qat_metrics.jsonl"
 
 
 def write_checkpoint(

@@ -28,12 +28,16 @@ def runs(tmp_path: Path) -> list[Path]:
     return [write_run(tmp_path / f"{name}.json", value) for name, value in scores.items()]
 
 
-def test_markdown_goes_to_standard_output(runs: list[Path]) -> None:
-    done = llmq("report", *runs, "--baseline", "int8")
+def test_markdown_goes_to_standard_output(runs: list[Path], tmp_path: Path) -> None:
+    log = tmp_path / "trained" / "qat_metrics.jsonl"
+    log.parent.mkdir()
+    log.write_text('{"step": 0, "eval_loss": 3.5, "eval_loss_quantized": 4.0}\n')
+    done = llmq("report", log.parent, *runs, "--baseline", "int8")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("# What quantization cost\n")
     assert done.stdout.count("inside the noise") == 2 + 2
     assert "## Difference to int8" in done.stdout
+    assert "| trained | 0 |" in done.stdout
 
 
 @pytest.mark.parametrize(("name", "start"), [("report.md", "# What"), ("report.html", "<!DOCTYPE html>")])
@@ -60,6 +64,7 @@ def test_errors_are_one_sentence(runs: list[Path], tmp_path: Path) -> None:
     )
     damaged.write_text("{")
     assert refused("report", missing) == f"{missing}: cannot be read (No such file or directory)."
+    assert refused("report", tmp_path).startswith(f"{tmp_path / 'qat_metrics.jsonl'}: cannot be read (")
     assert refused("report", damaged).startswith(f"{damaged}: is not a result of llmq eval (")
     assert f"{fewer}: was run with limit=50, {runs[0]} with 100; runs" in refused("report", runs[0], fewer)
     assert refused("report", runs[0], "-o", "report.pdf") == "output=report.pdf: must end in .md or .html."
