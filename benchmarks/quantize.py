@@ -19,7 +19,6 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.twin import write_twin
 from llmq.quantize.options import ALGORITHMS
 
 PEERS = Path(__file__).parent / "peers"
@@ -84,7 +83,7 @@ def main() -> None:
             print(row(algorithm, grid, measure(artifact, texts, work / "eval.json"), cost), flush=True)
     for name, python in (peer.split("=", 1) for peer in args.peer):
         twin, artifact = work / "twin", work / f"peer-{name}"
-        write_twin(args.model, twin)
+        run(sys.executable, "-m", "benchmarks.twin", args.model, twin)
         options = ["--groupsize", args.groupsize, "--dataset", args.dataset, "--num-samples", args.num_samples]
         cost = run(python, PEERS / f"quantize_{name}.py", twin, artifact, *options)
         print(row(f"peer: {name}", "", measure(artifact, texts, work / "eval.json"), cost), flush=True)

@@ -18,6 +18,7 @@ from llmq.commands.doctor import doctor
 from llmq.commands.eval import evaluate
 from llmq.commands.generate import generate
 from llmq.commands.inspect import inspect
+from llmq.commands.plan import plan
 from llmq.commands.qat import qat
 from llmq.commands.quantize import quantize
 from llmq.commands.report import report
@@ -40,7 +41,7 @@ app = typer.Typer(
         "help_option_names": ["-h", "--help"],
     },
 )
-for command in (convert, qat, quantize, generate, serve, inspect, report, doctor):
+for command in (convert, qat, quantize, generate, serve, inspect, plan, report, doctor):
     app.command()(command)
 app.command("eval")(evaluate)
 app.add_typer(bench, name="bench")

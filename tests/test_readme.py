@@ -19,7 +19,7 @@ COMMANDS = [line for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL) 
 def test_commands_run_in_the_order_they_stand(smollm2_gguf: Path, tmp_path: Path) -> None:
     (tmp_path / smollm2_gguf.name).symlink_to(smollm2_gguf)
     (tmp_path / "README.md").write_text(README)
-    assert len(COMMANDS) == 10
+    assert len(COMMANDS) == 11
     outputs = {}
     for command in COMMANDS:
         program, *args = shlex.split(command)

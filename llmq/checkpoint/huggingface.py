@@ -74,6 +74,18 @@ def side_files(path: Path) -> dict[str, bytes]:
     }
 
 
+def holds_weights(path: Path) -> bool:
+    """Whether any file of a directory holds weights, or lists files that do.
+
+    Args:
+        path: The directory.
+
+    Returns:
+        False for a description alone.
+    """
+    return any(file.name.endswith(_WEIGHTS) for file in path.iterdir())
+
+
 def weight_files(path: Path) -> dict[str, Path]:
     """The weight files of a directory, by the index or by their one known name.
 

@@ -92,26 +92,45 @@ def resolve_model(model: str) -> Path:
     Raises:
         CheckpointError: There is no such path and the hub cannot give it.
     """
+    if path := _local(model):
+        return path
+    return _from_hub(model, ["*.json", "*.jinja", "*.safetensors", "*.model", "*.txt", "LICENSE*"])
+
+
+def find_config(model: str) -> Path | None:
+    """The ``config.json`` of MODEL; of a hub id nothing else is fetched.
+
+    Args:
+        model: As for `resolve_model`.
+
+    Returns:
+        The file; None where there is none, as for a .gguf file.
+
+    Raises:
+        CheckpointError: There is no such path and the hub cannot give it.
+    """
+    file = (_local(model) or _from_hub(model, ["config.json"])) / "config.json"
+    return file if file.is_file() else None
+
+
+def _local(model: str) -> Path | None:
     try:
         path = Path(model).expanduser()
-        if path.exists():
-            return path
+        return path if path.exists() else None
     except (OSError, RuntimeError, ValueError) as err:  # no such user, too long, a NUL byte
         raise CheckpointError(
             f"{model[:200]}: is not a usable path ({getattr(err, 'strerror', None) or err})."
         ) from err
+
+
+def _from_hub(model: str, patterns: list[str]) -> Path:
     if model.startswith((".", "/", "~")) or model.count("/") != 1:
         raise CheckpointError(
             f"{model}: no such file or directory; give a model's directory, a .gguf file, or a hub id like organization/name."
         )
-    return _from_hub(model)
-
-
-def _from_hub(model: str) -> Path:
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    patterns = ["*.json", "*.jinja", "*.safetensors", "*.model", "*.txt", "LICENSE*"]
     try:
         return Path(huggingface_hub.snapshot_download(model, allow_patterns=patterns))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as err:

@@ -1,32 +1,18 @@
-"""How many slots of how much context fit the memory.
-
-free * (1 - reserve)  >=  weights + slots * (context * bytes_per_token + vocab_size * bytes_per_logit)
-"""
+"""How many slots of how much context a server takes; what fits is `llmq.plan.memory`'s."""
 
 import math
 from dataclasses import dataclass
 
-from llmq.backends.base import CacheType, ComputeType, Memory
+from llmq.backends.base import ComputeType, Memory
 from llmq.checkpoint.loader import ModelWeights
 from llmq.errors import ConfigError
-from llmq.model.config import ModelConfig
-
-#: Part of the free memory that is left for activations, the compiler and fragmentation.
-RESERVE = 0.1
+from llmq.plan.memory import BYTES_PER_LOGIT, ITEM_BYTES, RESERVE, Room, bytes_per_token
 
 #: Context below which a slot is of no use.
 MIN_CONTEXT = 256
 
 #: Context that default settings give up slots for.
 PREFERRED_CONTEXT = 8192
-
-#: Contexts are cut to multiples of this.
-_ROUND = 64
-
-#: float32 logits, their copies while sampling, counts for penalties.
-_BYTES_PER_LOGIT = 32
-
-_ITEM_BYTES = {"bfloat16": 2, "float32": 4, "int8": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,20 +32,6 @@ class Capacity:
     free_bytes: int
 
 
-def bytes_per_token(config: ModelConfig, kv_dtype: CacheType) -> int:
-    """Keys and values of one position, over all layers.
-
-    Args:
-        config: The model.
-        kv_dtype: As stored; int8 has a float32 scale per head.
-
-    Returns:
-        Bytes.
-    """
-    head = config.head_dim * _ITEM_BYTES[kv_dtype] + (4 if kv_dtype == "int8" else 0)
-    return 2 * config.num_layers * config.num_kv_heads * head
-
-
 def weight_bytes(weights: ModelWeights, dtype: ComputeType) -> int:
     """Bytes of the weights on the device: codes as they are stored, the rest in the compute type.
 
@@ -72,7 +44,7 @@ def weight_bytes(weights: ModelWeights, dtype: ComputeType) -> int:
     """
     kept = [info for name, info in weights.reader.tensors.items() if name in weights and not weights.is_quantized(name)]
     stored = sum(info.num_bytes for info in weights.reader.tensors.values()) - sum(info.num_bytes for info in kept)
-    return stored + sum(math.prod(info.shape) for info in kept) * _ITEM_BYTES[dtype]
+    return stored + sum(math.prod(info.shape) for info in kept) * ITEM_BYTES[dtype]
 
 
 def plan_capacity(
@@ -109,36 +81,28 @@ def plan_capacity(
     if max_len is not None and not 0 < max_len <= context:
         raise ConfigError(f"max_model_len={max_len}: must be positive and at most the model's context, {context}.")
     each = bytes_per_token(config, "int8" if kv_int8 else dtype)
-    slot_bytes = config.vocab_size * _BYTES_PER_LOGIT
+    slot_bytes = config.vocab_size * BYTES_PER_LOGIT
     taken = weight_bytes(weights, dtype)
-    room = int(memory.free * (1 - RESERVE)) - taken
-
-    def slots_of(length: int) -> int:
-        return max(0, room // (length * each + slot_bytes))
-
-    def context_of(slots: int) -> int:
-        length = min(context, max(0, room // slots - slot_bytes) // each)
-        return length if length == context else length - length % _ROUND
-
+    room = Room(int(memory.free * (1 - RESERVE)) - taken, each, slot_bytes, context)
     smallest = min(context, MIN_CONTEXT)
-    if slots_of(smallest) == 0:
+    if room.num_sequences(smallest) == 0:
         raise ConfigError(
             f"memory: {_gb(memory.free)} are free, but the weights take {_gb(taken)} and the smallest cache "
             f"{_gb(smallest * each + slot_bytes)}; use a smaller model or scheme."
         )
     if max_len is None:
-        length = context_of(num_slots or default_slots)
+        length = room.context(num_slots or default_slots)
         if num_slots is None:
-            length = max(length, min(context, PREFERRED_CONTEXT, context_of(1)))
+            length = max(length, min(context, PREFERRED_CONTEXT, room.context(1)))
         elif length < smallest:
-            raise _too_large(f"max_num_seqs={num_slots}", room, slots_of(smallest), 0)
+            raise _too_large(f"max_num_seqs={num_slots}", room.num_bytes, room.num_sequences(smallest), 0)
     else:
         length = max_len
-    most = slots_of(length)
+    most = room.num_sequences(length)
     slots = min(default_slots, most) if num_slots is None else num_slots
     if not 0 < slots <= most:
         asked = f"max_model_len={length}" if num_slots is None else f"max_num_seqs={slots} and max_model_len={length}"
-        raise _too_large(asked, room, most, context_of(slots or 1))
+        raise _too_large(asked, room.num_bytes, most, room.context(slots or 1))
     return Capacity(slots, length, taken, memory.free)
 
 

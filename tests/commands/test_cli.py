@@ -37,7 +37,8 @@ HEAVY = ("torch", "jax", "transformers", "numpy", "gguf", "tokenizers", "hugging
 
 
 @pytest.mark.parametrize(
-    "command", [(), ("convert",), ("generate",), ("eval",), ("report",), ("inspect",), ("doctor",), ("quantize",)]
+    "command",
+    [(), ("convert",), ("generate",), ("eval",), ("report",), ("inspect",), ("doctor",), ("quantize",), ("plan",)],
 )
 def test_help_imports_nothing_heavy(command: tuple[str, ...]) -> None:
     code = (

@@ -1,0 +1,152 @@
+"""How fast a chip can be at most.
+
+A step takes ``max(bytes / bandwidth, operations / rate)``: what it reads of weights and cache, what
+it multiplies. Weight-only schemes widen codes to bfloat16 before they multiply, so all have that
+rate. Nothing else counts: no collectives, no launch, no sampling. No program is faster.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from llmq.checkpoint.coverage import TensorPlan
+from llmq.model.config import ModelConfig
+from llmq.model.names import EMBEDDING, Kind
+from llmq.model.shards import share
+from llmq.plan.chips import Chip
+from llmq.plan.memory import ITEM_BYTES
+
+#: int4 is said to pay as long as it makes a step shorter by this part.
+WORTH_IT = 0.05
+
+#: Batches beyond this are not looked at.
+MAX_BATCH = 1 << 16
+
+
+def device_bytes(row: TensorPlan, config: ModelConfig, tp: int = 1) -> float:
+    """What one device holds of a tensor: codes as they are stored, the rest in bfloat16.
+
+    Args:
+        row: The tensor.
+        config: The model.
+        tp: Devices that share it.
+
+    Returns:
+        Bytes.
+    """
+    if row.kind is None:
+        return 0.0
+    whole = row.stored_bytes if row.scheme else math.prod(row.shape) * ITEM_BYTES["bfloat16"]
+    return whole * share(row.name, row.kind, config, tp)
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """What bounds the steps of a model on a chip.
+
+    Attributes:
+        chip: Its rates.
+        weight_bytes: Read in every step, on one device.
+        matrix_ops: Operations of a token in linears and head, on one device.
+        cache_bytes: Read for a cached position, on one device.
+        attention_ops: Operations for a cached position, on one device.
+        num_replicas: Groups of devices that each hold the model.
+    """
+
+    chip: Chip
+    weight_bytes: float
+    matrix_ops: float
+    cache_bytes: float
+    attention_ops: float
+    num_replicas: int
+
+    def step(self, batch: float, context: float) -> float:
+        """Seconds of a decode step of one group of devices.
+
+        Args:
+            batch: Sequences.
+            context: Cached positions of each.
+
+        Returns:
+            Seconds.
+        """
+        read = self.weight_bytes + batch * context * self.cache_bytes
+        ops = batch * (self.matrix_ops + context * self.attention_ops)
+        return max(read / self.chip.bandwidth, ops / self.chip.bf16_rate)
+
+    def decode_rate(self, batch: int, context: float) -> float:
+        """Tokens a second.
+
+        Args:
+            batch: Sequences, over all devices.
+            context: Cached positions of each.
+
+        Returns:
+            Of all sequences together.
+        """
+        used = min(batch, self.num_replicas)
+        return batch / self.step(batch / used, context)
+
+    def prefill_rate(self, length: int) -> float:
+        """Tokens a second of one prompt after the other on each group of devices.
+
+        Args:
+            length: Of a prompt.
+
+        Returns:
+            Of all devices together.
+        """
+        ops = length * (self.matrix_ops + length / 2 * self.attention_ops)
+        seconds = max((self.weight_bytes + length * self.cache_bytes) / self.chip.bandwidth, ops / self.chip.bf16_rate)
+        return self.num_replicas * length / seconds
+
+
+def roofline(
+    rows: Sequence[TensorPlan], config: ModelConfig, chip: Chip, token_bytes: int, tp: int, num_replicas: int
+) -> Roofline:
+    """The bounds of a model.
+
+    Args:
+        rows: Its tensors.
+        config: Its description.
+        chip: Where it runs.
+        token_bytes: Keys and values of a position.
+        tp: Devices that compute a layer together.
+        num_replicas: Groups of such devices.
+
+    Returns:
+        The bounds.
+    """
+    looked_up = {EMBEDDING} if not config.tie_embeddings else set[str]()
+    matrices = [row for row in rows if row.kind in (Kind.LINEAR, Kind.LM_HEAD, Kind.EMBEDDING)]
+    multiplied = sum(math.prod(row.shape) for row in matrices if row.name not in looked_up)
+    return Roofline(
+        chip=chip,
+        weight_bytes=sum(device_bytes(row, config, tp) for row in rows if row.name not in looked_up),
+        matrix_ops=2 * multiplied / tp,
+        cache_bytes=token_bytes / min(tp, config.num_kv_heads),
+        attention_ops=4 * config.num_layers * config.num_heads * config.head_dim / tp,
+        num_replicas=num_replicas,
+    )
+
+
+def last_batch_that_pays(narrow: Roofline, wide: Roofline, context: float) -> int:
+    """The largest batch at which narrower weights still make a step shorter by `WORTH_IT`.
+
+    Args:
+        narrow: Of the quantized model.
+        wide: Of the unquantized one, on the same devices.
+        context: Cached positions of each sequence.
+
+    Returns:
+        Sequences on one group of devices; 0 when they never do, `MAX_BATCH` when always.
+    """
+
+    def pays(batch: int) -> bool:
+        return narrow.step(batch, context) <= (1 - WORTH_IT) * wide.step(batch, context)
+
+    low, high = 0, MAX_BATCH + 1  # it pays less and less: what is read for the cache and multiplied is the same
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if pays(middle) else (low, middle)
+    return low
