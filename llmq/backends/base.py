@@ -52,6 +52,9 @@ ComputeType = Literal["bfloat16", "float32"]
 
 CacheType = Literal["bfloat16", "float32", "int8"]
 
+#: What computes: JAX, torch on its own devices, or torch on XLA's.
+RuntimeName = Literal["jax", "torch", "torch_xla"]
+
 #: AdamW, its moments in float32 or in 8 bits.
 OptimizerName = Literal["adamw", "adamw8bit"]
 
@@ -485,6 +488,7 @@ class TrainOptions:
 
     Attributes:
         device: As in `ModelOptions`.
+        runtime: As in ``--runtime``, for a plugin that has more than one.
         dtype: Compute type; master weights are float32.
         max_len: Tokens of the longest row.
         schemes: Weight name -> the grid that training is to be aware of.
@@ -500,6 +504,7 @@ class TrainOptions:
     """
 
     device: str | None = None
+    runtime: RuntimeName | None = None
     dtype: ComputeType | None = None
     max_len: int = 2048
     schemes: Mapping[str, Scheme] = field(default_factory=lambda: MappingProxyType({}))

@@ -3,7 +3,7 @@
 A matrix that no kernel takes is dequantized to the compute type at load: the same numbers from
 more memory. `Linear.kernel` tells, and `llmq generate --stats` prints it.
 
-Suffixes: M rows of activations, I input features, O output features, G groups.
+Suffixes: M rows of activations, I input features, O output features, G groups of g features.
 """
 
 import math
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llmq.backends.gpu import tinygemm
+from llmq.backends.gpu import tinygemm, xla
 from llmq.quant import QTensor, dequantize
 
 #: By bits: from how many rows of a run on a dense product, with the weight dequantized for it, beats the
@@ -165,6 +165,31 @@ class Int8Linear(Linear):
         return y_MO
 
 
+class XlaLinear(Linear):
+    """Codes of any scheme on XLA, which converts them while it multiplies.
+
+    Args:
+        qtensor: NumPy codes.
+        bias: `[O]` or None.
+        device: Where.
+        dtype: Compute type.
+    """
+
+    def __init__(self, qtensor: QTensor, bias: Tensor | None, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__(bias)
+        self.kernel = f"int{qtensor.num_bits} torch_xla"
+        values_OGg = to_tensor(qtensor.values).unflatten(1, (-1, qtensor.group_size))
+        values_GgO = values_OGg.permute(1, 2, 0).contiguous()
+        self._values_GgO = xla.cast_int4(values_GgO, device) if qtensor.num_bits == 4 else values_GgO.to(device)
+        self._scale_GO = to_tensor(qtensor.scale.T).to(device=device, dtype=dtype)
+        self._minus_zero_GO = None
+        if qtensor.zero is not None:
+            self._minus_zero_GO = to_tensor(-qtensor.zero.T).to(device=device, dtype=dtype)
+
+    def _matmul(self, x_MI: Tensor) -> Tensor:
+        return xla.matmul(x_MI, self._values_GgO, self._scale_GO, self._minus_zero_GO)
+
+
 class SideBySide(Linear):
     """Linears that read the same input and share no kernel.
 
@@ -230,6 +255,8 @@ def make_linear(
     bias_O = None if bias is None else to_tensor(bias).to(device=device, dtype=dtype)
     if not isinstance(weight, QTensor):
         return DenseLinear(to_tensor(weight).to(device=device, dtype=dtype), bias_O)
+    if device.type == "xla":
+        return XlaLinear(weight, bias_O, device, dtype)
     refuse = tinygemm.refusal if weight.num_bits == 4 else int8_refusal
     reason = refuse(weight, device, dtype)
     if reason:

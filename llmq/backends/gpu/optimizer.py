@@ -136,5 +136,55 @@ class AdamW8bit(AdamW):
         return held
 
 
+class TracedAdamW(AdamW):
+    """AdamW as one program of a device that compiles what it runs: what changes from step to step lies on the device.
+
+    Rates and counts have one axis: torch_xla makes constants of arrays without.
+    """
+
+    def _open(self, groups: Sequence[dict[str, Any]], betas: tuple[float, float]) -> torch.optim.Optimizer:
+        inner = torch.optim.AdamW(groups, lr=self._number(0.0), betas=betas, foreach=False, capturable=True)
+        for parameter in self._trained.values():  # which the first step would else make, in another program
+            held = {key: torch.zeros_like(parameter) for key in _MOMENTS.values()}
+            inner.state[parameter] = {"step": self._count(0), **held}
+        return inner
+
+    def step(self, learning_rate: float) -> None:
+        """See `AdamW.step`."""
+        for group in self._inner.param_groups:
+            group["lr"] = self._number(learning_rate)
+        self._inner.step()
+        self._inner.zero_grad(set_to_none=True)
+
+    def _count(self, step: int) -> Tensor:
+        return self._number(float(step))
+
+    def _number(self, value: float) -> Tensor:
+        return torch.tensor([value], device=self._world.device)
+
+
 #: Name in `TrainOptions` -> the optimizer.
 OPTIMIZERS = {"adamw": AdamW, "adamw8bit": AdamW8bit}
+
+
+def open_optimizer(trained: Mapping[str, nn.Parameter], options: TrainOptions, world: World) -> AdamW:
+    """The optimizer that training asks for.
+
+    Args:
+        trained: As for `AdamW`.
+        options: Of training.
+        world: As for `AdamW`.
+
+    Returns:
+        It.
+
+    Raises:
+        BackendError: It is not usable here.
+    """
+    if world.device.type != "xla":
+        return OPTIMIZERS[options.optimizer](trained, options, world)
+    if options.optimizer != "adamw":
+        raise BackendError(
+            f"optimizer={options.optimizer!r}: not with runtime torch_xla, whose torch torchao does not take; use adamw."
+        )
+    return TracedAdamW(trained, options, world)

@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 
 from llmq.config import Scheme
+from llmq.quant import dequantize, quantize
 from llmq.quant.affine import choose_scale_zero, flush, step
+from llmq.quant.gradient import is_clipped
 
 #: Elements quantized at a time: they and what is computed of them fit a core's cache.
 _PIECE_ELEMENTS = 1 << 19
@@ -35,7 +37,7 @@ class Seen:
 
     Attributes:
         weight_OI: In the compute type.
-        clipped: Flat indices that get no gradient; None when there are none.
+        clipped: What gets no gradient: flat indices, or a bool for every weight; None when there is nothing.
     """
 
     weight_OI: Tensor
@@ -64,9 +66,12 @@ class _Straight(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         grad_OI = grads[0].float()
-        if ctx.clipped is not None:
-            grad_OI = grad_OI.clone() if grad_OI is grads[0] else grad_OI
-            grad_OI.view(-1)[ctx.clipped] = 0.0
+        if ctx.clipped is None:
+            return grad_OI, None, None
+        if ctx.clipped.dtype is torch.bool:
+            return grad_OI.masked_fill(ctx.clipped, 0.0), None, None
+        grad_OI = grad_OI.clone() if grad_OI is grads[0] else grad_OI
+        grad_OI.view(-1)[ctx.clipped] = 0.0
         return grad_OI, None, None
 
 
@@ -84,6 +89,8 @@ def see(master_OI: Tensor, scheme: Scheme | None, dtype: torch.dtype) -> Seen:
     """
     if scheme is None:
         return Seen(master_OI.to(dtype))
+    if master_OI.device.type == "xla":
+        return see_traced(master_OI, scheme, dtype)
     num_rows, num_features = master_OI.shape
     seen_OI = torch.empty(master_OI.shape, dtype=dtype, device=master_OI.device)
     rows = max(1, _PIECE_ELEMENTS // num_features) if master_OI.device.type == "cpu" else num_rows
@@ -95,6 +102,21 @@ def see(master_OI: Tensor, scheme: Scheme | None, dtype: torch.dtype) -> Seen:
         clipped.append(indices + start * num_features)
     indices = torch.cat(clipped)
     return Seen(seen_OI, indices if len(indices) else None)
+
+
+def see_traced(master_OI: Tensor, scheme: Scheme, dtype: torch.dtype) -> Seen:
+    """`see` for devices that compile what they run: nothing is decided by looking at a value.
+
+    Args:
+        master_OI: As for `see`.
+        scheme: The grid.
+        dtype: Compute type.
+
+    Returns:
+        The same.
+    """
+    codes = quantize(master_OI, scheme)
+    return Seen(dequantize(codes, str(dtype).removeprefix("torch.")), is_clipped(master_OI, codes))
 
 
 def _see_piece(weight_OGg: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:

@@ -5,13 +5,14 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from llmq.backends.base import ComputeType, ModelOptions, StepResult, TrainBatch, TrainOptions
+from llmq.backends.gpu import xla
 from llmq.backends.gpu.device import DTYPES, choose_device
 from llmq.backends.gpu.linear import to_tensor
 from llmq.backends.gpu.master import Matrix
-from llmq.backends.gpu.optimizer import OPTIMIZERS
+from llmq.backends.gpu.optimizer import open_optimizer
 from llmq.backends.gpu.trainable import Rows, Taught, TrainableDecoder
 from llmq.backends.gpu.world import World, to_numpy, whole
 from llmq.checkpoint.loader import ModelWeights
@@ -26,15 +27,24 @@ class TorchTrainer:
     """
 
     def __init__(self, weights: ModelWeights, options: TrainOptions) -> None:
-        device, dtype = choose_device(ModelOptions(device=options.device, dtype=options.dtype))
+        choose = xla.choose_device if options.runtime == "torch_xla" else choose_device
+        device, dtype = choose(ModelOptions(device=options.device, dtype=options.dtype))
         self.dtype: ComputeType = dtype
         self._world = World(device)
         self._device, self.is_main = self._world.device, self._world.rank == 0
-        self.device = f"{self._world.size} x {device}" if self._world.size > 1 else str(device)
+        self._is_traced = device.type == "xla"
+        name = xla.device_name() if self._is_traced else str(device)
+        self.device = f"{self._world.size} x {name}" if self._world.size > 1 else name
         self._clip = options.clip
         self._looking: bool | None = None  # at the grid or not; None when weights have changed since
         self._model = TrainableDecoder(
-            weights, options.schemes, options.max_len, self._device, DTYPES[dtype], recompute=options.recompute
+            weights,
+            options.schemes,
+            options.max_len,
+            self._device,
+            DTYPES[dtype],
+            recompute=options.recompute,
+            static=self._is_traced,
         )
         self._teacher = self._lessons = None
         if options.teacher is not None:
@@ -49,7 +59,8 @@ class TorchTrainer:
                     matrix.adapt(options.adapters)
         self._world.shard(self._model)
         self._trained = self._named_parameters()
-        self._optimizer = OPTIMIZERS[options.optimizer](self._trained, options, self._world)
+        self._optimizer = open_optimizer(self._trained, options, self._world)
+        self._launch()
 
     def _named_parameters(self) -> dict[str, nn.Parameter]:
         """What is trained, by its name in a state."""
@@ -63,16 +74,22 @@ class TorchTrainer:
         """See `base.Trainer.step`."""
         self._look(quantized)
         total = sum(int(batch.learned.sum()) for batch in batches)
-        nats = 0.0
+        share = torch.tensor([self._world.size / total], device=self._device)  # processes average their gradients
+        parts = []
         for batch in batches:
-            rows = self._model.rows(self._world.part(batch))
-            part = self._model(rows, self._taught(rows)).sum()
-            (part * (self._world.size / total)).backward()  # processes average their gradients
-            nats += float(part.detach())
+            part = self._losses(self._world.part(batch)).sum()
+            (part * share).backward()
+            parts.append(part.detach())
         norm = torch.nn.utils.clip_grad_norm_(self._trained.values(), torch.inf if self._clip is None else self._clip)
         self._optimizer.step(learning_rate)
         self._looking = None
+        self._launch()
+        nats = sum(float(part) for part in parts)
         return StepResult(self._world.total(nats) / total, float(whole(norm)))
+
+    def _losses(self, batch: TrainBatch) -> Tensor:
+        rows = self._model.rows(batch)
+        return self._model(rows, self._taught(rows))
 
     @torch.no_grad()
     def _taught(self, rows: Rows) -> Taught | None:
@@ -84,10 +101,12 @@ class TorchTrainer:
     def evaluate(self, batch: TrainBatch, *, quantized: bool) -> np.ndarray:
         """See `base.Trainer.evaluate`."""
         self._look(quantized)
-        rows = self._model.rows(batch)
-        nats_BN = torch.zeros(rows.learned_BN.shape, dtype=torch.float64)
-        nats_BN[rows.learned_BN.cpu()] = self._model(rows).double().cpu()
-        return nats_BN.sum(dim=1).numpy()
+        nats_M, learned_BN = self._model(self._model.rows(batch)), torch.from_numpy(batch.learned)
+        self._launch()
+        nats_M = nats_M.cpu().double()
+        if len(nats_M) == learned_BN.numel():
+            return nats_M.view(learned_BN.shape).sum(dim=1).numpy()
+        return nats_M.new_zeros(learned_BN.shape).masked_scatter(learned_BN, nats_M).sum(dim=1).numpy()
 
     @torch.no_grad()
     def weight(self, name: str) -> np.ndarray:
@@ -109,11 +128,14 @@ class TorchTrainer:
             parameter.copy_(self._world.put(parameter, to_tensor(state[name])))
         self._optimizer.load_state(step, state)
         self._looking = None
+        self._launch()
 
     def peak_bytes(self) -> int:
         """See `base.Trainer.peak_bytes`."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
+        if self._is_traced and (peak := xla.peak_bytes(self._device)):
+            return peak
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     def close(self) -> None:
@@ -125,3 +147,12 @@ class TorchTrainer:
             self._looking = quantized
             for matrix in self._model.matrices():
                 matrix.look(quantized)
+
+    def _launch(self) -> None:
+        """Run what was only recorded so far, where the device compiles what it runs."""
+        if not self._is_traced:
+            return
+        self._looking = None  # what was seen would be among the results, and the next program another one
+        for matrix in self._model.matrices():
+            matrix.look(quantized=False)
+        xla.launch()

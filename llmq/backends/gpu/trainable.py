@@ -1,11 +1,12 @@
 """The decoder as it is trained, read top-down; its weights are those of `master`.
 
 Shape letters: B rows, N tokens of each, D hidden, H heads, K kv heads, h head size, T positions,
-V vocabulary, M learned tokens.
+V vocabulary, M tokens whose loss is computed.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from llmq.backends.base import TrainBatch
+from llmq.backends.gpu import xla
 from llmq.backends.gpu.linear import to_tensor
 from llmq.backends.gpu.master import Linear, Matrix, Norm
 from llmq.backends.gpu.model import ACTIVATIONS, rotate, rotations
@@ -32,15 +34,17 @@ class Rows:
 
     Attributes:
         tokens_BN: Ids.
-        targets_M: Of the learned tokens, in order.
-        learned_BN: Which these are.
+        targets_M: Of the tokens whose loss is computed, in order.
+        taken: Which of all B x N these are.
+        learned_M: Which of these count; None where all do.
         attentions: For each of `ModelConfig.attentions`, True where a token sees another, `[B, 1, N, N]`, or None
             for plain causal attention; and cosine and sine of each token's rotation, `[B, N, 1, h]`.
     """
 
     tokens_BN: Tensor
     targets_M: Tensor
-    learned_BN: Tensor
+    taken: Tensor | slice
+    learned_M: Tensor | None
     attentions: list[tuple[Tensor | None, Tensor, Tensor]]
 
 
@@ -114,6 +118,8 @@ class TrainableDecoder(nn.Module):
         device: Where.
         dtype: Compute type.
         recompute: Recompute the activations of a layer in the backward pass.
+        static: Compute the loss of every token and mask the attention of every batch, so that the computation
+            depends on the shape of a batch only.
         master: Type of master weights.
     """
 
@@ -126,12 +132,13 @@ class TrainableDecoder(nn.Module):
         dtype: torch.dtype,
         *,
         recompute: bool = False,
+        static: bool = False,
         master: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
         loader = _Loader(weights, schemes, device, dtype, master)
         self.config = config = weights.config
-        self._device, self._recompute = device, recompute
+        self._device, self._recompute, self._static = device, recompute, static
         self.embedding = loader.linear(EMBEDDING.removesuffix(".weight"))
         self.layers = nn.ModuleList(Layer(loader, index) for index in range(config.num_layers))
         self.final_norm = loader.norm(FINAL_NORM)
@@ -157,16 +164,18 @@ class TrainableDecoder(nn.Module):
             torch.from_numpy(array.astype(np.int64)).to(self._device)
             for array in (batch.tokens, batch.targets, batch.positions, batch.documents)
         )
-        learned_BN = torch.from_numpy(batch.learned).to(self._device)
+        learned = torch.from_numpy(batch.learned.ravel()).to(self._device)
+        masked = self._static or batch.documents.max() > 1
         attentions = [
             (
-                self._mask(documents_BN, attention.window) if attention.window or batch.documents.max() > 1 else None,
+                self._mask(documents_BN, attention.window) if attention.window or masked else None,
                 cos_Th[positions_BN][:, :, None],
                 sin_Th[positions_BN][:, :, None],
             )
             for attention, (cos_Th, sin_Th) in zip(self.config.attentions, self._rotations, strict=True)
         ]
-        return Rows(tokens_BN, targets_BN[learned_BN], learned_BN, attentions)
+        taken, learned_M = (slice(None), learned) if self._static else (learned, None)
+        return Rows(tokens_BN, targets_BN.flatten()[taken], taken, learned_M, attentions)
 
     def _mask(self, documents_BN: Tensor, window: int | None) -> Tensor:
         """Whether a token (second last axis) sees another; padding sees itself, so that no softmax is empty."""
@@ -178,26 +187,34 @@ class TrainableDecoder(nn.Module):
         return (visible_NN & (documents_BN[:, :, None] == documents_BN[:, None, :]))[:, None]
 
     def hidden(self, rows: Rows) -> Tensor:
-        """What the head reads at the learned tokens, `[M, D]`."""
+        """What the head reads at the tokens whose loss is computed, `[M, D]`."""
         x_BND = F.embedding(rows.tokens_BN, self.embedding.seen())
         if self.config.scales_embedding:
             x_BND = x_BND * self._scale
         for layer in self.layers:
             if self._recompute and torch.is_grad_enabled():
-                x_BND = checkpoint(layer, x_BND, rows, use_reentrant=False)
+                x_BND = _recomputed(layer, x_BND, rows)
             else:
                 x_BND = layer(x_BND, rows)
-        return self.final_norm(x_BND[rows.learned_BN])
+        return self.final_norm(x_BND.flatten(0, 1)[rows.taken])
 
     def forward(self, rows: Rows, taught: Taught | None = None) -> Tensor:
-        """Loss of every learned token, float32 `[M]`; from the data and, where there is one, a teacher."""
+        """Loss of every token that counts, float32 `[M]`; from the data and, where there is one, a teacher."""
         x_MD, weight_VD = self.hidden(rows), self.head.seen()
         losses = []
         for start in range(0, len(x_MD), _HEAD_TOKENS):
             part = slice(start, start + _HEAD_TOKENS)
             given = (x_MD[part], weight_VD, rows.targets_M[part], taught, part)
-            losses.append(checkpoint(_losses, *given, use_reentrant=False))
-        return torch.cat(losses) if losses else x_MD.sum(dim=1)
+            losses.append(_recomputed(_losses, *given))
+        losses_M = torch.cat(losses) if losses else x_MD.sum(dim=1)
+        return losses_M if rows.learned_M is None else losses_M.where(rows.learned_M, 0.0)
+
+
+def _recomputed(function: Callable[..., Tensor], x: Tensor, *given: Any) -> Tensor:
+    """``function(x, *given)``, computed anew in the backward pass rather than kept."""
+    if x.device.type == "xla":
+        return xla.recomputed(function, x, *given)
+    return checkpoint(function, x, *given, use_reentrant=False)
 
 
 def _losses(x_MD: Tensor, weight_VD: Tensor, targets_M: Tensor, taught: Taught | None, part: slice) -> Tensor:
