@@ -39,7 +39,7 @@ def bench_model(
     device: options.Device = None,
     dtype: options.DType = None,
     kv_cache_dtype: options.KvCacheDtype = "auto",
-    threads: Annotated[int | None, typer.Option("--threads", help="Threads on a CPU. Default: chosen by measuring.", min=1, show_default=False)] = None,
+    threads: options.Threads = None,
     as_json: options.Json = False,
 ) -> None:  # fmt: skip
     """Measure how fast a model reads prompts and writes answers; ``bench MODEL`` is enough."""

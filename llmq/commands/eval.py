@@ -37,6 +37,7 @@ def evaluate(
     backend: options.BackendName = "auto",
     device: options.Device = None,
     dtype: options.DType = None,
+    threads: options.Threads = None,
     kv_cache_dtype: options.KvCacheDtype = "auto",
     max_model_len: Annotated[int | None, typer.Option("--max-model-len", help="Context in tokens. Default: the model's own, at most 2048.", show_default=False)] = None,
 ) -> None:  # fmt: skip
@@ -69,6 +70,7 @@ def evaluate(
         backend=backend,
         device=device,
         dtype=dtype,
+        threads=threads,
         kv_cache_dtype=kv_cache_dtype,
         max_model_len=max_model_len,
     )

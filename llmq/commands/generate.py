@@ -39,6 +39,7 @@ def generate(
     device: options.Device = None,
     dtype: options.DType = None,
     kv_cache_dtype: options.KvCacheDtype = "auto",
+    threads: options.Threads = None,
     stats: Annotated[bool, typer.Option("--stats", help="Print kernels, times and tokens per second.")] = False,
 ) -> None:  # fmt: skip
     """Answer with a model: an artifact, or a checkpoint that was never quantized."""
@@ -83,7 +84,14 @@ def generate(
     for ids in prompts:
         check_prompt(ids, params, max_len, weights.config.vocab_size)
     opened = _open(
-        weights, backend, stats, device=device, dtype=dtype, max_len=max_len, kv_int8=kv_cache_dtype == "int8"
+        weights,
+        backend,
+        stats,
+        device=device,
+        dtype=dtype,
+        max_len=max_len,
+        kv_int8=kv_cache_dtype == "int8",
+        num_threads=threads,
     )
     session = Session(opened, tokenizer)
     if interactive:

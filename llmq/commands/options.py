@@ -87,6 +87,10 @@ DType = Annotated[
 KvCacheDtype = Annotated[
     str, typer.Option("--kv-cache-dtype", help="auto keeps keys and values in the compute type, int8 quantizes them.")
 ]
+Threads = Annotated[
+    int | None,
+    typer.Option("--threads", help="Threads on a CPU. Default: chosen by measuring.", min=1, show_default=False),
+]
 MaxModelLen = Annotated[
     int | None,
     typer.Option("--max-model-len", help="Context in tokens. Default: what the prompts need.", show_default=False),

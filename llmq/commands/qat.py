@@ -31,7 +31,7 @@ def qat(
     ignore: options.Ignore = None,
     override: options.Overrides = None,
     fake_quant_after_n_steps: Annotated[int | None, typer.Option("--fake-quant-after-n-steps", help="Steps without fake quantization before it sets in. Default: 0.", show_default=False)] = None,
-    lora_rank: Annotated[int | None, typer.Option("--lora-rank", help="Train adapters of this rank, and merge them in the end. Default: train every weight.", show_default=False)] = None,
+    lora_rank: Annotated[int | None, typer.Option("--lora-rank", help="Train adapters of this rank; they are merged, and written beside the output for peft. Default: train every weight.", show_default=False)] = None,
     lora_alpha: Annotated[float | None, typer.Option("--lora-alpha", help="Adapters are weighed by this over the rank. Default: 16.", show_default=False)] = None,
     lora_targets: Annotated[list[str] | None, typer.Option("--lora-targets", help="Linears with an adapter, as q_proj. Repeatable. Default: all.", show_default=False)] = None,
     teacher: Annotated[str | None, typer.Option("--teacher", help="Learn from the predictions of this unquantized model as well.", show_default=False)] = None,
@@ -62,6 +62,7 @@ def qat(
     quantize: Annotated[bool, typer.Option("--quantize", help="Write the artifact as well, beside the output.")] = False,
     backend: Annotated[str | None, typer.Option("--backend", help="tpu (JAX), gpu (torch), cpu (torch on the CPU), or auto. Default: auto.", show_default=False)] = None,
     device: options.Device = None,
+    runtime: Annotated[str | None, typer.Option("--runtime", help="jax, torch, or torch_xla: torch on a TPU, in an environment of its own. Default: the backend's own, jax or torch.", show_default=False)] = None,
     dtype: options.DType = None,
     force: options.Force = False,
     as_json: options.Json = False,
@@ -89,8 +90,10 @@ def qat(
         return
     if resume and not recipe.save_every:
         raise ConfigError("resume: needs the run's own --save-every, without which it keeps no checkpoint.")
+    from llmq.backends.host import is_first_process
     from llmq.checkpoint.writer import check_target
     from llmq.convert import convert, plan_conversion
+    from llmq.qat.adapter import adapter_directory
     from llmq.qat.loop import watch_nothing
     from llmq.qat.plan import plan_run
     from llmq.qat.run import run
@@ -104,10 +107,11 @@ def qat(
     if quantize:
         check_target(artifact, plan.weights.reader.path, force=force)
     skipped = f", {plan.num_skipped} malformed rows left out" if plan.num_skipped else ""
-    say(
-        f"{plan.num_steps} steps, {plan.steps.per_epoch} a pass of {plan.num_tokens:,} tokens to learn{skipped}; "
-        f"{len(plan.schemes)} matrices on their grids"
-    )
+    if is_first_process():
+        say(
+            f"{plan.num_steps} steps, {plan.steps.per_epoch} a pass of {plan.num_tokens:,} tokens to learn{skipped}; "
+            f"{len(plan.schemes)} matrices on their grids"
+        )
     command = ["llmq", *sys.argv[1:]]
     with _display(plan.num_steps) as show, events or nullcontext(watch_nothing) as note:
 
@@ -119,12 +123,15 @@ def qat(
     if outcome.record is None:  # another process writes
         return
     say(_summary(outcome, outcome.record["result"], target))
+    adapter = adapter_directory(target) if recipe.lora else None
+    if adapter:
+        say(f"adapter by itself in {adapter}")
     if quantize:
         convert(plan_conversion(str(target), recipe.quantization), artifact, force=force, command=command)
         say(f"quantized into {artifact}")
     if as_json:
-        written = {"output": str(target), "artifact": str(artifact) if quantize else None}
-        print_json({**written, **outcome.record})
+        written = {"output": target, "artifact": artifact if quantize else None, "adapter": adapter}
+        print_json({**{name: path and str(path) for name, path in written.items()}, **outcome.record})
 
 
 def _summary(outcome: "Outcome", result: Mapping[str, Any], target: Path) -> str:

@@ -2,6 +2,7 @@
 
 import sys
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -58,7 +59,8 @@ def quantize(
     from llmq.commands.convert import print_plan, print_written
     from llmq.commands.terminal import count_progress, say
     from llmq.convert import plan_conversion
-    from llmq.quantize.mixed import plan_mixed, quantize_to_divergence
+    from llmq.quantize.bounded import quantize_to_divergence
+    from llmq.quantize.mixed import plan_mixed
     from llmq.quantize.options import QuantizeOptions, Target
     from llmq.quantize.run import check_algorithm, quantize
     from llmq.quantize.setup import Run
@@ -77,6 +79,7 @@ def quantize(
         sensitivity=report_sensitivity,
     )
     plan = uniform = plan_conversion(model, config, strict=strict)
+    sensitivity: Mapping[str, float] = {}
     check_algorithm(plan, wanted)
     target = output or Path(f"{Path(model).resolve().stem}-{config.scheme}-{algorithm}")
     with count_progress() as progress:
@@ -84,13 +87,14 @@ def quantize(
         if not dry_run:
             check_target(target, plan.reader.path, force=force)
         if wanted.holds_out:
-            plan, kl = plan_mixed(plan, wanted, target, run)
-            say(f"{_mix(plan)}; expected divergence {kl:.4f} nats a token")
+            mixed = plan_mixed(plan, wanted, target, run)
+            plan, sensitivity = mixed.plan, mixed.sensitivity
+            say(f"{_mix(plan)}; expected divergence {mixed.kl:.4f} nats a token")
         if dry_run:
             print_plan(plan, target, as_json=as_json)
             return
         if wanted.target.max_kl is None:
-            done = quantize(plan, wanted, target, run)
+            done = quantize(plan, wanted, target, run, sensitivity)
         else:
             done, kl = quantize_to_divergence(uniform, wanted, target, run)
             say(f"divergence {kl:.4f} nats a token on held-out text")

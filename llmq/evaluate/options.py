@@ -28,7 +28,7 @@ class EvalOptions(Frozen):
         window: Tokens of the text seen at once.
         stride: Tokens scored per window; None cuts the text without overlap.
         max_tokens: Tokens of the text to take.
-        backend, device, dtype: What to run on.
+        backend, device, dtype, threads: What to run on, and with how many threads of a CPU; None measures.
         kv_cache_dtype: ``int8`` quantizes keys and values.
         max_model_len: Context in tokens; None takes the model's own, at most `subject.DEFAULT_MAX_LENGTH`.
     """
@@ -51,6 +51,7 @@ class EvalOptions(Frozen):
     backend: str = "auto"
     device: str | None = None
     dtype: ComputeType | None = None
+    threads: Annotated[int, Field(ge=1)] | None = None
     kv_cache_dtype: Literal["auto", "int8"] = "auto"
     max_model_len: Annotated[int, Field(ge=1)] | None = None
 

@@ -118,6 +118,7 @@ def _subject(model: str, options: EvalOptions, kv_int8: bool = False) -> Subject
         max_length=options.max_model_len,
         dtype=options.dtype,
         kv_int8=kv_int8,
+        num_threads=options.threads,
     )
 
 

@@ -39,7 +39,7 @@ class ServeOptions(Frozen):
     """How to serve; fields are the options of ``llmq serve``.
 
     Attributes:
-        backend, device, dtype: Where to run.
+        backend, device, dtype, threads: Where to run, and with how many threads of a CPU; None measures.
         host, port: Where to listen.
         max_model_len, max_num_seqs: Size of the cache; None takes what fits.
         kv_cache_dtype: ``int8`` quantizes keys and values.
@@ -57,6 +57,7 @@ class ServeOptions(Frozen):
     backend: str = "auto"
     device: str | None = None
     dtype: ComputeType | None = None
+    threads: Annotated[int, Field(ge=1)] | None = None
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, lt=65536)] = 8000
     max_model_len: int | None = None
@@ -109,7 +110,12 @@ def run(
     opened = plugin.open_model(
         weights,
         ModelOptions(
-            device, options.dtype, capacity.num_slots, capacity.max_len, kv_int8=options.kv_cache_dtype == "int8"
+            device,
+            options.dtype,
+            capacity.num_slots,
+            capacity.max_len,
+            kv_int8=options.kv_cache_dtype == "int8",
+            num_threads=options.threads,
         ),
     )
     caps = opened.caps

@@ -1,20 +1,23 @@
 """``llmq bench MODEL``; ``bench serve`` has its tests beside the server."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from llmq.cli import app
-from llmq.errors import ConfigError
-from tests.tiny import write_tiny
+from llmq.errors import BackendError, ConfigError
+from tests.tiny import byte_tokenizer_files, write_tiny
 
 
 @pytest.mark.parametrize("backend", ["gpu", "tpu"])
 def test_a_model_is_measured_on_both_backends(backend: str, tmp_path: Path) -> None:
     path = write_tiny(tmp_path / "m", num_hidden_layers=1)
-    options = "--prompt-lens 5,9 --gen-lens 3 --batch-sizes 1,2 --repeat 3 --threads 1 --json --device cpu"
+    options = "--prompt-lens 5,9 --gen-lens 3 --batch-sizes 1,2 --repeat 3 --json --device cpu"
+    options += " --threads 1" if backend == "gpu" else ""
     result = CliRunner().invoke(
         app, ["bench", str(path), "--backend", backend, *options.split()], catch_exceptions=False
     )
@@ -57,3 +60,42 @@ def test_help_names_both() -> None:
     text = CliRunner().invoke(app, ["bench", "--help"]).output
     assert "model" in text
     assert "serve" in text
+
+
+@pytest.fixture
+def threads_as_before() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("command", [("bench", "model"), ("generate", "x"), ("eval",)])
+@pytest.mark.usefixtures("threads_as_before")
+def test_threads_are_told_or_refused(command: tuple[str, ...], tmp_path: Path) -> None:
+    path = write_tiny(tmp_path / "m", num_hidden_layers=1)
+    for name, contents in byte_tokenizer_files().items():
+        (path / name).write_bytes(contents)
+    (tmp_path / "text").write_text("a text of some length " * 3)
+    more = {
+        "generate": ["--max-tokens", "2", "--stats"],
+        "eval": ["--perplexity", str(tmp_path / "text"), "--window", "16", "--json"],
+    }
+    arguments = [command[0], str(path), *command[1:], "--device", "cpu", "--threads", "2"]
+    if command[0] == "bench":
+        arguments = [
+            *command,
+            *arguments[1:2],
+            *arguments[3:],
+            "--repeat",
+            "1",
+            "--prompt-lens",
+            "4",
+            "--gen-lens",
+            "2",
+        ]
+    arguments += more.get(command[0], [])
+    done = CliRunner().invoke(app, [*arguments, "--backend", "gpu"], catch_exceptions=False)
+    assert done.exit_code == 0
+    assert "threads: 2 for a step of one row, 2 for more rows, 2 for runs" in done.output
+    with pytest.raises(BackendError, match="num_threads=2: XLA takes every core"):
+        CliRunner().invoke(app, [*arguments, "--backend", "tpu"], catch_exceptions=False)

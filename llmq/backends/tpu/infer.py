@@ -57,6 +57,11 @@ class JaxModel:
             raise BackendError(
                 "dtype='bfloat16': JAX has no fast bfloat16 product on the cpu; use float32 or --backend cpu."
             )
+        if options.num_threads is not None:
+            raise BackendError(
+                f"num_threads={options.num_threads}: XLA takes every core that the process may use; "
+                "leave --threads out, or narrow the process with taskset."
+            )
         self._config = weights.config
         layouts = CPU_LAYOUTS if on_cpu else ACCELERATOR_LAYOUTS
         self._params, kernels = load_params(weights, layouts, dtype, options.max_len, device)
