@@ -1,10 +1,12 @@
 """Finding a backend by name, through the entry-point group ``llmq.backends``."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib import import_module
-from importlib.metadata import entry_points
+from importlib.metadata import PackageNotFoundError, entry_points, version
 from types import MappingProxyType
 
-from llmq.backends.base import Backend
+from llmq.backends.base import Backend, RuntimeName
 from llmq.errors import BackendError
 
 GROUP = "llmq.backends"
@@ -15,6 +17,31 @@ AUTO_ORDER = ("gpu", "tpu")
 
 #: ``--backend`` names that are a backend on a fixed device.
 ALIASES: MappingProxyType[str, tuple[str, str]] = MappingProxyType({"cpu": ("gpu", "cpu")})
+
+
+@dataclass(frozen=True, slots=True)
+class Runtime:
+    """What a backend computes with.
+
+    Attributes:
+        backend: Whose it is, as in ``--backend``.
+        plugin: The backend whose framework it is; the same, unless a device has more than one framework.
+        packages: Name -> the exact version: they are built for each other.
+    """
+
+    backend: str
+    plugin: str
+    packages: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+
+
+#: ``--runtime`` names. torch_xla's binary interface is that of one version of torch.
+RUNTIMES: MappingProxyType[RuntimeName, Runtime] = MappingProxyType(
+    {
+        "jax": Runtime("tpu", "tpu"),
+        "torch": Runtime("gpu", "gpu"),
+        "torch_xla": Runtime("tpu", "gpu", MappingProxyType({"torch_xla": "2.9.0", "torch": "2.9.1"})),
+    }
+)
 
 
 def backend_names() -> list[str]:
@@ -60,19 +87,22 @@ def _usable(backend: Backend) -> Backend:
     return backend
 
 
-def select_backend(name: str, device: str | None) -> tuple[Backend, str | None]:
-    """The backend and device that ``--backend`` and ``--device`` ask for.
+def select_backend(name: str, device: str | None, runtime: RuntimeName | None = None) -> tuple[Backend, str | None]:
+    """The backend and device that ``--backend``, ``--device`` and ``--runtime`` ask for.
 
     Args:
         name: A backend, an alias, or ``auto``.
         device: A device of that backend, or None.
+        runtime: What it is to compute with; None takes its own framework.
 
     Returns:
         The plugin, and the device to open models on (None: its own choice).
 
     Raises:
-        BackendError: No such backend, or the two options contradict each other.
+        BackendError: No such backend, the options contradict each other, or the runtime is not installed.
     """
+    if runtime is not None:
+        name = _plugin_of(runtime, name)
     if name in ALIASES:
         backend, fixed = ALIASES[name]
         if device not in (None, fixed):
@@ -82,3 +112,41 @@ def select_backend(name: str, device: str | None) -> tuple[Backend, str | None]:
         return load_backend(name), device
     candidates = [_plugin(candidate) for candidate in AUTO_ORDER]
     return _usable(next((backend for backend in candidates if backend.has_accelerator()), candidates[0])), device
+
+
+def _plugin_of(runtime: RuntimeName, name: str) -> str:
+    """The plugin, or alias of one, that has a runtime."""
+    row = RUNTIMES[runtime]
+    if name != "auto" and ALIASES.get(name, (name, ""))[0] != row.backend:
+        raise BackendError(
+            f"runtime={runtime!r}: belongs to --backend {row.backend}, not to {name}; leave one of them out."
+        )
+    if reason := runtime_refusal(runtime):
+        raise BackendError(f"runtime={runtime!r}: {reason}.")
+    return name if name in ALIASES else row.plugin
+
+
+def runtime_refusal(runtime: RuntimeName) -> str:
+    """Why a runtime cannot be used here, found out without importing it: packages that do not fit crash.
+
+    Args:
+        runtime: A key of `RUNTIMES`.
+
+    Returns:
+        The reason and the way out; empty when it can be used.
+    """
+    wanted = RUNTIMES[runtime].packages
+    found = {package: _installed(package) for package in wanted}
+    if all(found[package] == exact for package, exact in wanted.items()):
+        return ""
+    here = " and ".join(f"{package} {there}" if there else f"no {package}" for package, there in found.items())
+    exact = " with ".join(f"{package} {there}" for package, there in wanted.items())
+    return f"needs {exact}, and here is {here}; give it an environment of its own: pip install 'llmq[xla]'"
+
+
+def _installed(package: str) -> str:
+    """Its version without what follows a ``+``, which only tells a build; empty when there is none."""
+    try:
+        return version(package).partition("+")[0]
+    except PackageNotFoundError:
+        return ""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmq.backends.base import Adapters, TrainBatch, TrainOptions
+from llmq.backends.registry import select_backend
 from llmq.checkpoint.coverage import TensorPlan, plan_coverage
 from llmq.checkpoint.loader import ModelWeights, load_weights
 from llmq.config import Scheme
@@ -66,6 +67,7 @@ def plan_run(recipe: Recipe) -> Plan:
     Raises:
         LlmqError: The model, the data or the recipe cannot be used, or do not fit each other.
     """
+    select_backend(recipe.backend, recipe.device, recipe.runtime)  # refuses what is not here
     weights = load_weights(recipe.model)
     if weights.quantization is not None:
         raise AlreadyQuantizedError(f"{recipe.model}: is an artifact; training needs the checkpoint it was made from.")
@@ -133,6 +135,7 @@ def train_options(plan: Plan, device: str | None) -> TrainOptions:
     recipe = plan.recipe
     return TrainOptions(
         device=device,
+        runtime=recipe.runtime,
         dtype=recipe.dtype,
         max_len=recipe.seq_len,
         schemes=plan.schemes,

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 import yaml
 from pydantic import Field, FiniteFloat, model_validator
 
-from llmq.backends.base import ComputeType, OptimizerName
+from llmq.backends.base import ComputeType, OptimizerName, RuntimeName
 from llmq.config import Frozen, QuantizationConfig, validated
 from llmq.errors import ConfigError
 
@@ -82,6 +82,7 @@ class Recipe(Frozen):
         keep: Checkpoints that are kept while the run lasts, the newest ones.
         backend: As in ``--backend``.
         device: A device of that backend.
+        runtime: What the backend computes with; None takes its own framework, JAX or torch.
     """
 
     model: str
@@ -117,6 +118,7 @@ class Recipe(Frozen):
     keep: _Count = 1
     backend: str = "auto"
     device: str | None = None
+    runtime: RuntimeName | None = None
 
     @model_validator(mode="after")
     def _rises_before_it_falls(self) -> Self:
