@@ -1,4 +1,4 @@
-"""GGUF checkpoints of the Llama family, told in Hugging Face's terms.
+"""GGUF checkpoints of the Llama family and of Gemma 3, told in Hugging Face's terms.
 
 Rotary weights: llama.cpp rotates neighbouring features (2j, 2j + 1) where Hugging Face rotates
 (j, j + head_dim / 2), so the converter of the architecture ``llama`` interleaves the rows of q and
@@ -8,7 +8,8 @@ k within each head. `unpermute` is its inverse.
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -20,7 +21,7 @@ from llmq.checkpoint.gguf_file import BlockTensor, Metadata, read_header
 from llmq.checkpoint.gguf_tokenizer import tokenizer_files
 from llmq.checkpoint.reader import TensorInfo
 from llmq.errors import CheckpointError, UnsupportedModelError
-from llmq.model.config import ModelConfig
+from llmq.model.config import FAMILIES, ModelConfig
 from llmq.model.names import EMBEDDING, FINAL_NORM, LM_HEAD, check_tensors, layer_prefix
 from llmq.model.rotary import rotary_frequencies
 
@@ -45,25 +46,78 @@ _LAYER = MappingProxyType(
 )
 _LAYER_NAME = re.compile(r"blk\.(0|[1-9][0-9]*)\.(\w+)\.(weight|bias)")
 
-#: ``general.architecture`` -> architecture in ``config.json``.
-_ARCHITECTURES = MappingProxyType(
-    {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+#: Names that mean another place in a layer with norms behind attention and MLP.
+_FOUR_NORMS = MappingProxyType(
+    {
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    }
 )
-#: The one whose q and k rows are interleaved.
-_PERMUTED = "llama"
+
+
+@dataclass(frozen=True, slots=True)
+class _Architecture:
+    """What an architecture of GGUF is in Hugging Face's terms.
+
+    Attributes:
+        name: Key of `FAMILIES`.
+        model_type: In ``config.json``.
+        layer: Names of its tensors where they are not those of `_LAYER`.
+        is_permuted: Rows of q and k are interleaved.
+        fields: Makes what its ``config.json`` has beside the fields of all, from the metadata and those.
+    """
+
+    name: str
+    model_type: str
+    layer: Mapping[str, str] = field(default_factory=dict[str, str])
+    is_permuted: bool = False
+    fields: Callable[[Metadata, Mapping[str, Any]], dict[str, Any]] = lambda _metadata, _config: {"hidden_act": "silu"}
+
+
+def _gemma3_fields(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of Gemma 3.
+
+    Source:
+        llama.cpp ``llama-model.cpp``, ``LLM_ARCH_GEMMA3``: what it takes for granted, and the scale of scores,
+        which follows from the number of layers.
+    """
+    arch, is_27b = "gemma3", config["num_hidden_layers"] == 62
+    local_theta = metadata.get(f"{arch}.rope.freq_base_swa", float)
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"]
+        if is_27b
+        else config["head_dim"],
+        "sliding_window": _count(metadata, arch, "attention.sliding_window"),
+        "sliding_window_pattern": _count(metadata, arch, "attention.sliding_window_pattern", 6),
+        "rope_local_base_freq": 10000.0 if local_theta is None else _decimal(local_theta),
+    }
+
+
+#: By ``general.architecture``.
+_ARCHITECTURES = MappingProxyType(
+    {
+        "llama": _Architecture("LlamaForCausalLM", "llama", is_permuted=True),
+        "qwen2": _Architecture("Qwen2ForCausalLM", "qwen2"),
+        "qwen3": _Architecture("Qwen3ForCausalLM", "qwen3"),
+        "gemma3": _Architecture("Gemma3ForCausalLM", "gemma3_text", _FOUR_NORMS, fields=_gemma3_fields),
+    }
+)
 
 #: Metadata that changes the computation -> the only value llmq computes, and what others mean.
 _NEUTRAL = MappingProxyType(
     {
         "expert_count": (0, "a mixture of experts"),
         "attention.causal": (True, "attention to later positions"),
-        "attention.sliding_window": (0, "a sliding window"),
         "attention.scale": (0.0, "a scale of its own on the scores"),
         "attention.clamp_kqv": (0.0, "clamped projections"),
         "attention.max_alibi_bias": (0.0, "ALiBi positions"),
         "embedding_scale": (1.0, "scaled embeddings"),
         "residual_scale": (1.0, "scaled residuals"),
         "logit_scale": (1.0, "scaled logits"),
+        "attn_logit_softcapping": (0.0, "capped scores"),
+        "final_logit_softcapping": (0.0, "capped logits"),
         "rope.scale_linear": (1.0, "an old spelling of rotary scaling"),
         "rope.scaling.attn_factor": (1.0, "a rotary attention factor of its own"),
         "rope.scaling.yarn_attn_factor": (1.0, "a rotary attention factor of its own"),
@@ -71,6 +125,9 @@ _NEUTRAL = MappingProxyType(
         "rope.scaling.yarn_log_multiplier": (0.0, "a YaRN variant"),
     }
 )
+
+#: The same, of architectures without a window.
+_NO_WINDOW = MappingProxyType({"attention.sliding_window": (0, "a sliding window")})
 
 #: Tokens that end a turn or a text.
 _END_TOKENS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
@@ -106,9 +163,10 @@ class GGUFCheckpoint:
         self.files: Mapping[str, Path] = {path.name: path}
         self._metadata, stored = read_header(path)
         factors = stored.pop(_ROPE_FACTORS, None)
-        self._stored = {_hf_name(path, name): tensor for name, tensor in stored.items()}
+        self._architecture = _architecture(self._metadata)
+        self._stored = {_hf_name(path, name, self._architecture): tensor for name, tensor in stored.items()}
         self.tensors: Mapping[str, TensorInfo] = {name: tensor.info for name, tensor in self._stored.items()}
-        self.config: Mapping[str, Any] = _rebuild_config(self._metadata, self.tensors)
+        self.config: Mapping[str, Any] = _rebuild_config(self._metadata, self.tensors, self._architecture)
         try:
             check_tensors({name: info.shape for name, info in self.tensors.items()}, ModelConfig.from_dict(self.config))
         except CheckpointError as err:
@@ -117,9 +175,12 @@ class GGUFCheckpoint:
             self.config = {**self.config, "rope_scaling": _llama3_scaling(self.config, factors)}
 
     def read(self, name: str) -> np.ndarray:
-        """One tensor, its rotary rows in Hugging Face's order; see `reader.CheckpointReader.read`."""
+        """One tensor, rotary rows and norms as Hugging Face has them; see `reader.CheckpointReader.read`."""
         array = self._stored[name].read()
-        if self.config["model_type"] != _PERMUTED:
+        offset = FAMILIES[self._architecture.name].norm_offset
+        if offset and name.endswith("norm.weight"):
+            return (array.astype(np.float32) - np.float32(offset)).astype(array.dtype)
+        if not self._architecture.is_permuted:
             return array
         if ".q_proj." in name:
             return unpermute(array, self.config["num_attention_heads"])
@@ -149,25 +210,33 @@ def unpermute(array: np.ndarray, num_heads: int) -> np.ndarray:
     return pairs.swapaxes(1, 2).reshape(array.shape)
 
 
-def _hf_name(path: Path, name: str) -> str:
-    match = _LAYER_NAME.fullmatch(name)
-    if match and match[2] in _LAYER:
-        return f"{layer_prefix(int(match[1]))}{_LAYER[match[2]]}.{match[3]}"
+def _architecture(metadata: Metadata) -> _Architecture:
+    arch = metadata.require("general.architecture", str)
+    if arch not in _ARCHITECTURES:
+        raise UnsupportedModelError(
+            f"{metadata.path}: general.architecture is {arch!r}; llmq reads {', '.join(_ARCHITECTURES)} from GGUF."
+        )
+    return _ARCHITECTURES[arch]
+
+
+def _hf_name(path: Path, name: str, architecture: _Architecture) -> str:
+    match, layer = _LAYER_NAME.fullmatch(name), {**_LAYER, **architecture.layer}
+    if match and match[2] in layer:
+        return f"{layer_prefix(int(match[1]))}{layer[match[2]]}.{match[3]}"
     if name in _TOP:
         return _TOP[name]
     raise UnsupportedModelError(
-        f"{path}: tensor {name!r} is not one of a Llama, Qwen2 or Qwen3 model; llmq leaves no tensor unaccounted for."
+        f"{path}: tensor {name!r} is not one of a {architecture.name}; llmq leaves no tensor unaccounted for."
     )
 
 
-def _rebuild_config(metadata: Metadata, tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
+def _rebuild_config(
+    metadata: Metadata, tensors: Mapping[str, TensorInfo], architecture: _Architecture
+) -> dict[str, Any]:
     """The ``config.json`` that the converter read, as far as the model needs it."""
     path, arch = metadata.path, metadata.require("general.architecture", str)
-    if arch not in _ARCHITECTURES:
-        raise UnsupportedModelError(
-            f"{path}: general.architecture is {arch!r}; llmq reads {', '.join(_ARCHITECTURES)} from GGUF."
-        )
-    for key, (neutral, meaning) in _NEUTRAL.items():
+    neutrals = {} if FAMILIES[architecture.name].sliding_window else _NO_WINDOW
+    for key, (neutral, meaning) in {**_NEUTRAL, **neutrals}.items():
         value = metadata.get(f"{arch}.{key}", type(neutral))
         if value not in (None, neutral):
             raise UnsupportedModelError(
@@ -192,9 +261,9 @@ def _rebuild_config(metadata: Metadata, tensors: Mapping[str, TensorInfo]) -> di
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id", int),
         "eos_token_id": _end_tokens(metadata),
     }
-    return {
-        "architectures": [_ARCHITECTURES[arch]],
-        "model_type": arch,
+    config = {
+        "architectures": [architecture.name],
+        "model_type": architecture.model_type,
         "vocab_size": tensors[EMBEDDING].shape[0],
         "hidden_size": hidden,
         "intermediate_size": count("feed_forward_length"),
@@ -202,7 +271,6 @@ def _rebuild_config(metadata: Metadata, tensors: Mapping[str, TensorInfo]) -> di
         "num_attention_heads": heads,
         "num_key_value_heads": count("attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "hidden_act": "silu",
         "max_position_embeddings": count("context_length"),
         "rms_norm_eps": _decimal(metadata.require(f"{arch}.attention.layer_norm_rms_epsilon", float)),
         "rope_theta": _decimal(metadata.get(f"{arch}.rope.freq_base", float) or 10000.0),
@@ -212,6 +280,7 @@ def _rebuild_config(metadata: Metadata, tensors: Mapping[str, TensorInfo]) -> di
         "dtype": max((t.dtype for t in tensors.values() if len(t.shape) == 2), key=lambda d: d.itemsize).name,
         **{key: value for key, value in optional.items() if value is not None},
     }
+    return {**config, **architecture.fields(metadata, config)}
 
 
 def _count(metadata: Metadata, arch: str, key: str, default: int | None = None) -> int:

@@ -22,7 +22,7 @@ from llmq.checkpoint.reader import open_checkpoint
 from llmq.errors import CheckpointError, LlmqError, UnsupportedModelError
 from llmq.model.config import ModelConfig
 from llmq.model.rotary import rotary_frequencies
-from tests.tiny import random_tensors, tiny_config, write_checkpoint
+from tests.tiny import GEMMA3, random_tensors, tiny_config, write_checkpoint
 
 NAMES = {
     "model.embed_tokens": "token_embd",
@@ -46,8 +46,18 @@ DOWN = "model.layers.0.mlp.down_proj.weight"  # rows of 256: whole K-quant block
 Extra = dict[str, Any]
 
 
-def gguf_name(name: str) -> str:
-    for long, short in NAMES.items():
+#: What a layer with four norms calls them, by architecture.
+FOUR_NORMS = {
+    "gemma3": {
+        "post_attention_layernorm": "post_attention_norm",
+        "pre_feedforward_layernorm": "ffn_norm",
+        "post_feedforward_layernorm": "post_ffw_norm",
+    }
+}
+
+
+def gguf_name(name: str, arch: str = "llama") -> str:
+    for long, short in {**NAMES, **FOUR_NORMS.get(arch, {})}.items():
         name = name.replace(long, short)
     return name
 
@@ -78,6 +88,8 @@ def write_gguf(
     if "head_dim" in config:
         writer.add_key_length(config["head_dim"])
         writer.add_value_length(config["head_dim"])
+    if arch == "gemma3":
+        writer.add_sliding_window(config["sliding_window"])
     for key, value in (metadata or {}).items():
         add_value(writer, key.format(arch=arch), value)
     for name, tensor in tensors.items():
@@ -86,8 +98,10 @@ def write_gguf(
             tensor = permute(tensor, config["num_attention_heads"])
         if arch == "llama" and ".k_proj." in name:
             tensor = permute(tensor, config["num_key_value_heads"])
+        if arch == "gemma3" and "norm" in name:
+            tensor = tensor.astype(np.float32) + 1
         raw = tensor if tensor.dtype == np.uint8 else gguf.quants.quantize(tensor.astype(np.float32), kind)
-        writer.add_tensor(gguf_name(name), raw, raw_dtype=kind)
+        writer.add_tensor(gguf_name(name, arch), raw, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -236,7 +250,19 @@ ARCHITECTURES = {
     "llama-head_dim": {"head_dim": 64},
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 64},
+    "gemma3": {
+        **GEMMA3,
+        "query_pre_attn_scalar": 64,
+        "layer_types": None,
+        "rope_local_base_freq": None,
+        "num_hidden_layers": 7,
+        "rope_scaling": None,
+    },
 }
+
+
+def gguf_arch(config: dict[str, Any]) -> str:
+    return config["model_type"].removesuffix("_text")
 
 
 class TestModel:
@@ -245,8 +271,8 @@ class TestModel:
         config = tiny_config(**ARCHITECTURES[family])
         tensors = random_tensors(config)
         original = write_checkpoint(tmp_path / "original", config, tensors)
-        path = write_gguf(tmp_path / "m.gguf", config, tensors, config["model_type"])
-        tokens = [1, 17, 250, 3, 99, 4]
+        path = write_gguf(tmp_path / "m.gguf", config, tensors, gguf_arch(config))
+        tokens = [1, 17, 250, 3, 99, 4, 1, 5, 250, 8, 9, 31]
         np.testing.assert_array_equal(
             forward(load_weights(str(path)), tokens), forward(load_weights(str(original)), tokens)
         )
@@ -254,7 +280,7 @@ class TestModel:
     @pytest.mark.parametrize("family", ARCHITECTURES)
     def test_description_equals_that_of_the_original_config(self, family: str, tmp_path: Path) -> None:
         config = tiny_config(bos_token_id=None, eos_token_id=None, **ARCHITECTURES[family])
-        path = write_gguf(tmp_path / "m.gguf", config, random_tensors(config), config["model_type"])
+        path = write_gguf(tmp_path / "m.gguf", config, random_tensors(config), gguf_arch(config))
         assert ModelConfig.from_dict(GGUFCheckpoint(path).config) == ModelConfig.from_dict(config)
 
     def test_unpermute_inverts_the_converter(self) -> None:
@@ -365,7 +391,7 @@ class TestRotaryScaling:
 
 
 REFUSED = {
-    "architecture": ({"general.architecture": "gemma3"}, UnsupportedModelError, "general.architecture is 'gemma3'"),
+    "architecture": ({"general.architecture": "gemma2"}, UnsupportedModelError, "general.architecture is 'gemma2'"),
     "experts": ({"{arch}.expert_count": 8}, UnsupportedModelError, "llama.expert_count is 8, a mixture of experts"),
     "window": ({"{arch}.attention.sliding_window": 4096}, UnsupportedModelError, "sliding_window is 4096"),
     "logits": ({"{arch}.logit_scale": 8.0}, UnsupportedModelError, "logit_scale is 8.0"),
