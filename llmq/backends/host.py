@@ -1,9 +1,12 @@
-"""The machine's own memory, for backends that run on its CPU."""
+"""What a process can know without a framework: the machine's memory, and its own place among those that train."""
 
 import os
 from pathlib import Path
 
 from llmq.backends.base import Memory
+
+#: What launchers set: how many processes there are, and which one this is. torchrun's, and JAX's.
+_PLACES = (("WORLD_SIZE", "RANK"), ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID"))
 
 _MEMINFO = Path("/proc/meminfo")
 
@@ -21,3 +24,8 @@ def host_memory() -> Memory:
     page = os.sysconf("SC_PAGE_SIZE")
     total = os.sysconf("SC_PHYS_PAGES") * page
     return Memory(total, os.sysconf("SC_AVPHYS_PAGES") * page if "SC_AVPHYS_PAGES" in os.sysconf_names else total)
+
+
+def is_first_process() -> bool:
+    """Whether this process is the one that speaks for those that a launcher started together."""
+    return all(os.environ.get(size, "1") == "1" or os.environ.get(rank, "0") == "0" for size, rank in _PLACES)

@@ -12,6 +12,7 @@ from llmq.backends.base import Trainer
 from llmq.backends.registry import select_backend
 from llmq.checkpoint.writer import check_target
 from llmq.evaluate.statistics import Recovered, Sample, ratio_stderr, recovered
+from llmq.qat.adapter import adapter_directory, write_adapter
 from llmq.qat.checkpoints import METRICS, Checkpoints
 from llmq.qat.loop import Measurement, Watch, train, watch_nothing
 from llmq.qat.output import write_checkpoint
@@ -44,7 +45,7 @@ def run(
     command: Sequence[str] = (),
     watch: Watch = watch_nothing,
 ) -> Outcome:
-    """Train, and write the checkpoint.
+    """Train, and write the checkpoint; of a run that trains adapters, these as well.
 
     Args:
         plan: From `plan_run`.
@@ -60,9 +61,10 @@ def run(
     Raises:
         LlmqError: The output cannot be written, or the run cannot go on.
     """
-    check_target(output, plan.weights.reader.path, force=force)
     place, recipe = output.resolve(), plan.recipe
-    plugin, device = select_backend(recipe.backend, recipe.device)
+    for target in (output, adapter_directory(output)) if recipe.lora else (output,):
+        check_target(target, plan.weights.reader.path, force=force)
+    plugin, device = select_backend(recipe.backend, recipe.device, recipe.runtime)
     held = ExitStack()
 
     def trained(plan: Plan, name: str, watch: Watch) -> tuple[Trainer, Checkpoints, Measurement]:
@@ -109,6 +111,10 @@ def run(
         else:
             for name in plan.weights.shapes:  # every process takes part in gathering a weight
                 trainer.weight(name)
+        if recipe.lora:
+            state = trainer.state()
+            if trainer.is_main:
+                write_adapter(output, state, recipe, recipe.lora, command)
         trainer.close()
         if trainer.is_main:
             for checkpoints in finished:

@@ -53,9 +53,13 @@ def launch(tmp_path: Path, name: str, text: str, *launcher: str, stop: int = 0, 
     (tmp_path / "recipe.yaml").write_text(text)
     (tmp_path / "run.py").write_text(SCRIPT)
     command = [*launcher, tmp_path / "run.py", tmp_path / "recipe.yaml", tmp_path / name, str(stop)]
-    variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False, timeout=400)
+    done = execute(*command, **environment)
     assert (done.returncode == 0) == (stop == 0), done.stderr
+
+
+def execute(*command: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.run([*map(str, command)], env=variables, capture_output=True, text=True, check=False, timeout=400)
 
 
 TORCHRUN = (str(Path(sys.executable).parent / "torchrun"), "--nproc-per-node", "2")
@@ -79,7 +83,12 @@ def check_alike(tmp_path: Path, one: str, several: str, schemes: dict, bound: fl
 def test_two_processes_train_as_one(sources: tuple[Path, Path], tmp_path: Path) -> None:
     wanted = recipe(*sources, max_steps=10, save_every=4, batch_size=4, fake_quant_after_n_steps=3, lr=1e-4)
     trained(wanted, tmp_path / "one")
-    launch(tmp_path, "two", write_recipe(wanted), *TORCHRUN)
+    (tmp_path / "recipe.yaml").write_text(write_recipe(wanted))
+    done = execute(*TORCHRUN, "-m", "llmq", "qat", "--config", tmp_path / "recipe.yaml", "-o", tmp_path / "two")
+    assert done.returncode == 0, done.stderr
+    told = [line for line in done.stderr.splitlines() if "held-out" in line or "steps, " in line]
+    assert len(told) == len(set(told)) == 4, done.stderr  # one of the two processes tells what is done
+    assert told[0].startswith("10 steps, ")
     check_alike(tmp_path, "one", "two", plan_run(wanted).schemes)
 
 

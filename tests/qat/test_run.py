@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from llmq.checkpoint import layout
 from llmq.checkpoint.loader import load_weights
@@ -206,10 +207,35 @@ def test_an_adapter_that_moves_no_code(model: Path, text: Path, tmp_path: Path) 
     assert outcome.record["result"]["codes_changed"] > 0
     changed = {name for name, count in outcome.record["codes_changed"].items() if count}
     assert all("_proj" in name for name in changed)
+    check_adapter(tmp_path / "more-adapter", model, tmp_path / "more")
     with pytest.raises(
         ConfigError, match=r"'query': matches no linear; names end like model\.layers\.0\.self_attn\.q_proj"
     ):
         trained(recipe(model, text, lora={"rank": 2, "targets": ("query",)}), tmp_path / "none")
+
+
+def check_adapter(directory: Path, model: Path, merged: Path) -> None:
+    """In peft's format and terms it is what the merged checkpoint has over the model."""
+    config = json.loads((directory / "adapter_config.json").read_bytes())
+    assert config["peft_type"] == "LORA"
+    assert config["base_model_name_or_path"] == str(model)
+    tensors = safetensors.numpy.load_file(directory / "adapter_model.safetensors")
+    before, after = weights_of(model), weights_of(merged)
+    targets = {name for name in before if name.rsplit(".", 2)[-2] in config["target_modules"]}
+    assert len(tensors) == 2 * len(targets) > 0
+    for name in targets:
+        a, b = (tensors[f"base_model.model.{name.removesuffix('weight')}lora_{part}.weight"] for part in "AB")
+        assert a.shape[0] == b.shape[1] == config["r"]
+        added = config["lora_alpha"] / config["r"] * (b @ a)
+        np.testing.assert_allclose(after[name] - before[name], added, atol=1e-6)
+        assert np.abs(added).max() > 1e-3
+
+
+def test_what_would_be_lost_is_refused_before_training(model: Path, text: Path, tmp_path: Path) -> None:
+    (tmp_path / "out-adapter").mkdir()
+    with pytest.raises(OutputError, match="out-adapter: exists already"):
+        trained(recipe(model, text, max_steps=2, lora={"rank": 2}), tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["out-adapter"]
 
 
 def test_a_diverging_run_ends_in_a_sentence(model: Path, text: Path, tmp_path: Path) -> None:
