@@ -30,8 +30,8 @@ TINY: dict[str, Any] = {
     "eos_token_id": 2,
 }
 
-#: Changes that make it a Gemma 3: a window on two of three layers, which have a rotation of their own; none of the
-#: factors is what it would be by default.
+#: Changes that make it a Gemma 3: a window on every other layer, with a rotation of its own; no factor is what it
+#: would be by default.
 GEMMA3: dict[str, Any] = {
     "architectures": ["Gemma3ForCausalLM"],
     "model_type": "gemma3_text",
@@ -41,7 +41,7 @@ GEMMA3: dict[str, Any] = {
     "head_dim": 64,
     "query_pre_attn_scalar": 48,
     "sliding_window": 8,
-    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window_pattern": 2,
     "rope_theta": 100000.0,
     "rope_local_base_freq": 1000.0,
     "rope_scaling": {"rope_type": "linear", "factor": 4.0},

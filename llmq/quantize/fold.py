@@ -10,13 +10,18 @@ from llmq.backends.base import Calibrator, Stream
 from llmq.config import Scheme
 from llmq.convert import finite_weight
 from llmq.model.config import ModelConfig
-from llmq.model.names import STAGES
+from llmq.model.names import STAGES, layer_norms
 from llmq.quant import QTensor
 from llmq.quant.awq import choose_scales
 
-#: What makes the input of each stage: a norm, or the rows of a linear that nothing but it comes after.
-#: The attention output is a mixture of v's rows, the gated input a product with up's.
-_MAKERS = ("input_layernorm", "self_attn.v_proj", "post_attention_layernorm", "mlp.up_proj")
+
+def _makers(config: ModelConfig) -> tuple[str, ...]:
+    """What makes the input of each stage: a norm, or the rows of a linear that nothing but it comes after.
+
+    The attention output is a mixture of v's rows, the gated input a product with up's.
+    """
+    norms = layer_norms(config)
+    return norms.attention, "self_attn.v_proj", norms.mlp, "mlp.up_proj"
 
 
 def fold_block(
@@ -49,9 +54,9 @@ def fold_block(
         input is divided by, float32 `[I]`.
     """
     folded, scales = dict(block), dict[int, np.ndarray]()
-    for stage, linears in enumerate(STAGES):
+    for stage, (linears, maker) in enumerate(zip(STAGES, _makers(config), strict=True)):
         stream = calibrator.advance(stream, block, stage)
-        names, maker = [f"{linear}.weight" for linear in linears], _MAKERS[stage]
+        names = [f"{linear}.weight" for linear in linears]
         is_norm = maker.endswith("norm")
         if not all(name in schemes for name in names) or not (is_norm or f"{maker}.weight" in schemes):
             continue
@@ -61,22 +66,31 @@ def fold_block(
         with threadpool_limits(1, user_api="blas"):
             rows = [(_finite(prefix + name, folded[name]), schemes[name]) for name in names]
             scale_I = choose_scales(rows, moments_II, sharing, method, pool)
-        scales[stage] = scale_I = _divide(folded, maker, scale_I, sharing)
+        scales[stage] = scale_I = _divide(folded, maker, scale_I, sharing, config.norm_offset)
         folded.update({name: weight_OI * scale_I for name, (weight_OI, _) in zip(names, rows, strict=True)})
     return folded, scales
 
 
 def _divide(
-    block: "dict[str, np.ndarray | QTensor]", maker: str, scale_I: np.ndarray, sharing: tuple[int, int, int]
+    block: "dict[str, np.ndarray | QTensor]",
+    maker: str,
+    scale_I: np.ndarray,
+    sharing: tuple[int, int, int],
+    norm_offset: float,
 ) -> np.ndarray:
     """Divide what makes an input, and tell by how much it is smaller once it is rounded as it is stored."""
     weight = block[f"{maker}.weight"]
     assert isinstance(weight, np.ndarray)
     if weight.ndim == 1:
-        rounded = (weight.astype(np.float32) / scale_I).astype(weight.dtype)
+        offset = np.float32(norm_offset)
+        factor = weight.astype(np.float32) + offset
+        rounded = (factor / scale_I - offset).astype(weight.dtype)
+        small = rounded.astype(np.float32) + offset
+        # Beside an offset, what is small is rounded coarsely: a factor may vanish, or change its sign. It stays.
+        rounded = np.where(small * factor > 0.0, rounded, weight)
         block[f"{maker}.weight"] = rounded
-        small = rounded.astype(np.float32)
-        return np.divide(weight.astype(np.float32), small, out=np.ones_like(small), where=small != 0.0)
+        small = rounded.astype(np.float32) + offset
+        return np.divide(factor, small, out=np.ones_like(small), where=small != 0.0)
     scale_O = scale_I.reshape(sharing)[:, 0].reshape(-1)
     block[f"{maker}.weight"] = weight.astype(np.float32) / scale_O[:, None]
     if f"{maker}.bias" in block:

@@ -8,7 +8,7 @@ from llmq.backends.base import Calibrator, ModelOptions
 from llmq.backends.registry import load_backend
 from llmq.checkpoint.loader import ModelWeights, load_weights
 from llmq.model.names import STAGES, layer_prefix
-from tests.tiny import write_tiny
+from tests.tiny import GEMMA3, write_tiny
 
 OPTIONS = ModelOptions(device="cpu", dtype="float32", max_len=64)
 
@@ -17,6 +17,7 @@ FAMILIES = {
     "qwen2": {"architectures": ["Qwen2ForCausalLM"]},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"]},
     "mistral": {"architectures": ["MistralForCausalLM"], "sliding_window": 8},
+    "gemma3": GEMMA3,
 }
 
 

@@ -17,13 +17,13 @@ from llmq.errors import BackendError
 from tests.backends.quantized import QuantizedWeights
 from tests.backends.test_reference import FAMILIES
 from tests.backends.test_sampling import expected_token
-from tests.tiny import write_tiny
+from tests.tiny import GEMMA3, write_tiny
 
 TOKENS = np.random.default_rng(1).integers(0, 320, 40).astype(np.int32)
 
 GREEDY = SlotSampling()
 
-WINDOWS = [{}, {"architectures": ["MistralForCausalLM"], "sliding_window": 8}]
+WINDOWS = [{}, {"architectures": ["MistralForCausalLM"], "sliding_window": 8}, GEMMA3]
 
 
 @pytest.fixture(params=["gpu", "tpu", "reference"])
@@ -155,6 +155,7 @@ def test_inactive_slots_are_untouched(backend: Backend, weights) -> None:
 VARIANTS = {
     "plain": {},
     "window": WINDOWS[1],
+    "gemma3": GEMMA3,
     "one-head-a-key": {"num_key_value_heads": 4},
     "int8-cache": {},
     "int4": {},

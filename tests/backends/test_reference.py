@@ -39,7 +39,11 @@ FAMILIES = {
         "max_window_layers": 1,
     },
     "gemma3": GEMMA3,
-    "gemma3-pattern": {**GEMMA3, "layer_types": None, "sliding_window_pattern": 3, "rope_scaling": None},
+    "gemma3-layer-types": {
+        **GEMMA3,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        "rope_scaling": None,
+    },
     "gemma3-transformers-5": {
         **GEMMA3,
         "rope_theta": None,

@@ -19,7 +19,7 @@ from llmq.errors import BackendError
 from llmq.model.names import Kind, expected_tensors
 from llmq.quant import dequantize, quantize
 from tests.backends.quantized import QuantizedWeights
-from tests.tiny import write_checkpoint, write_tiny
+from tests.tiny import GEMMA3, write_checkpoint, write_tiny
 
 #: XLA takes seconds to compile each of these steps.
 BACKENDS = ["gpu", pytest.param("tpu", marks=pytest.mark.slow)]
@@ -30,6 +30,7 @@ FAMILIES = {
     "qwen3": {"architectures": ["Qwen3ForCausalLM"]},
     "mistral": {"architectures": ["MistralForCausalLM"], "sliding_window": 8},
     "tied": {"tie_word_embeddings": True},
+    "gemma3": GEMMA3,
 }
 
 GRIDS = [
@@ -146,8 +147,9 @@ def test_fake_quantization_changes_the_loss_and_the_gradient(backend: str, weigh
     assert losses[False][0].grad_norm != losses[True][0].grad_norm
 
 
-def test_every_tensor_learns(backend: str, tmp_path: Path) -> None:
-    weights = tiny(tmp_path, architectures=["Qwen2ForCausalLM"])
+@pytest.mark.parametrize("family", ["qwen2", "gemma3"])
+def test_every_tensor_learns(backend: str, family: str, tmp_path: Path) -> None:
+    weights = tiny(tmp_path, **FAMILIES[family])
     trainer = open_trainer(backend, weights, schemes=schemes_for(weights, GRIDS[0]))
     trainer.step([one_document()], 1e-3, quantized=True)
     for name in weights:
@@ -174,7 +176,7 @@ def test_accumulated_batches_are_one_batch(backend: str, weights: ModelWeights) 
 
 
 def test_documents_of_a_row_do_not_see_each_other(backend: str, tmp_path: Path) -> None:
-    for number, changes in enumerate(({}, {"architectures": ["MistralForCausalLM"], "sliding_window": 5})):
+    for number, changes in enumerate(({}, {"architectures": ["MistralForCausalLM"], "sliding_window": 5}, GEMMA3)):
         weights = tiny(tmp_path / str(number), **changes)
         trainer = open_trainer(backend, weights)
         apart = [one_document(seed, rows=1, tokens=size) for seed, size in ((1, 9), (2, 14), (3, 20))]

@@ -16,8 +16,8 @@ from llmq.quant import dequantize
 from llmq.quant.awq import choose_scales
 from llmq.quant.search import on_grid, search_grid
 from llmq.quantize.blocks import Block, read_block
-from llmq.quantize.fold import fold_block
-from tests.tiny import write_tiny
+from llmq.quantize.fold import _divide, fold_block
+from tests.tiny import GEMMA3, write_tiny
 
 SCHEME = SCHEMES["int4_blockwise"].model_copy(update={"group_size": 64})
 
@@ -43,18 +43,36 @@ def folded(weights: ModelWeights, keep: str = "") -> tuple[Block, Block, dict[in
     return block, changed, scales, distance
 
 
-@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen2ForCausalLM"])
+FAMILIES = {"llama": {}, "qwen2": {"architectures": ["Qwen2ForCausalLM"]}, "gemma3": GEMMA3}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
-def test_a_folded_block_computes_the_same(tmp_path: Path, architecture: str, dtype: type) -> None:
-    weights = load_weights(
-        str(write_tiny(tmp_path / "m", num_hidden_layers=1, architectures=[architecture], dtype=dtype))
-    )
+def test_a_folded_block_computes_the_same(tmp_path: Path, family: str, dtype: type) -> None:
+    weights = load_weights(str(write_tiny(tmp_path / "m", num_hidden_layers=1, dtype=dtype, **FAMILIES[family])))
     block, changed, scales, distance = folded(weights)
     moved = [stage for stage, scale in scales.items() if np.ptp(scale) > 0.1]
     assert moved
     for name, tensor in changed.items():
         assert tensor is block[name] or tensor.dtype in (np.float32, block[name].dtype)
     assert distance < (1e-7 if dtype is np.float32 else 1e-6)  # a bias is rounded to the type it is stored in
+
+
+def test_a_norm_that_would_vanish_beside_its_offset_stays(tmp_path: Path) -> None:
+    """As bfloat16, 0.005 / 8 - 1 is -1: the feature would be lost."""
+    path = write_tiny(tmp_path / "m", num_hidden_layers=1, **GEMMA3)
+    weights = load_weights(str(path))
+    block = dict(read_block(weights, 0))
+    norm = np.full(128, 0.005 - 1).astype(ml_dtypes.bfloat16)
+    norm[1::2] = 0.0
+    block["input_layernorm.weight"] = norm
+    large = np.full(128, 8.0, np.float32)
+    scale = _divide(block, "input_layernorm", large, (1, 1, 128), 1.0)
+    factor, small = (array.astype(np.float32) + 1 for array in (norm, block["input_layernorm.weight"]))
+    assert (small[::2] == factor[::2]).all()
+    assert (factor > 0).all()
+    np.testing.assert_allclose(scale[1::2], 8.0, rtol=0.01)
+    np.testing.assert_array_equal(small * scale, factor)
 
 
 def test_heads_that_share_values_share_scales(tmp_path: Path) -> None:
