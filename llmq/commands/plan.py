@@ -24,6 +24,7 @@ def plan(
     max_num_seqs: Annotated[int, typer.Option("--max-num-seqs", help="Sequences at once.")] = 8,
     kv_cache_dtype: options.KvCacheDtype = "auto",
     tp: Annotated[int | None, typer.Option("--tp", help="Chips that compute a layer together. Default: all of the target.", show_default=False)] = None,
+    compile_steps: Annotated[bool, typer.Option("--compile", help="Compile the steps that serving runs with the real TPU compiler; takes a minute, and the extra tpu.")] = False,
     as_json: options.Json = False,
 ) -> None:  # fmt: skip
     """Work out sizes, what fits which chips, and how fast it can be there, from headers alone."""
@@ -41,6 +42,7 @@ def plan(
             max_num_seqs=max_num_seqs,
             tp=tp,
             kv_cache_dtype=kv_cache_dtype,
+            compile=compile_steps,
         ),
     )
     _print(found)
@@ -96,6 +98,29 @@ def _print_target(target: dict[str, Any], context: int) -> None:
         for name, row in target["schemes"].items()
     ]
     print_table(columns, rows, numeric=columns[1:2] + columns[3:])
+    for name, steps in target.get("compiled", {}).items():
+        _print_compiled(name, steps)
     for name, row in target["schemes"].items():
         if row["last_batch_that_pays"] is not None:
             say(f"{name} makes steps shorter by 5 % or more up to batch {row['last_batch_that_pays']:,} a replica")
+
+
+def _print_compiled(name: str, steps: list[dict[str, Any]]) -> None:
+    from llmq.commands.terminal import human_bytes, print_table, say
+
+    lacking = [step for step in steps if step["missing_bytes"]]
+    for step in lacking:
+        say(f"compiled {name}: {step['name']} does not fit by {step['missing_bytes'] / (1 << 30):.2f} GiB")
+    columns = (f"compiled {name}", "arguments", "temporaries", "output", "collectives", "wider weights", "s")
+    rows = [
+        (
+            step["name"],
+            *(human_bytes(step[part]) for part in ("argument_bytes", "temporary_bytes", "output_bytes")),
+            ", ".join(f"{count} {kind}" for kind, count in step["collectives"].items()) or "none",
+            "; ".join(step["widened"]) or "none",
+            f"{step['seconds']:.1f}",
+        )
+        for step in steps
+        if step not in lacking
+    ]
+    print_table(columns, rows, numeric=("arguments", "temporaries", "output", "s"))

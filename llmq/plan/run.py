@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from llmq.backends.base import ModelOptions, Planner
+from llmq.backends.registry import load_backend
 from llmq.checkpoint.coverage import Action, TensorPlan
 from llmq.config import Frozen, QuantizationConfig
 from llmq.errors import AlreadyQuantizedError, ConfigError
@@ -44,6 +46,7 @@ class PlanOptions(Frozen):
         max_num_seqs: Sequences at once.
         tp: Devices that compute a layer together; None takes all chips of the target.
         kv_cache_dtype: As served.
+        compile: Ask the TPU compiler as well.
     """
 
     targets: tuple[str, ...] = ("v5e",)
@@ -51,6 +54,7 @@ class PlanOptions(Frozen):
     max_num_seqs: Annotated[int, Field(ge=1)] = 8
     tp: Annotated[int, Field(ge=1)] | None = None
     kv_cache_dtype: Literal["auto", "int8"] = "auto"
+    compile: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +64,12 @@ class Variant:
     Attributes:
         name: Of the scheme.
         rows: What becomes of every tensor.
+        quantization: How; None for bfloat16.
     """
 
     name: str
     rows: Sequence[TensorPlan]
+    quantization: QuantizationConfig | None = None
 
 
 def make_plan(model: str, quantization: QuantizationConfig | None, options: PlanOptions) -> dict[str, Any]:
@@ -76,13 +82,17 @@ def make_plan(model: str, quantization: QuantizationConfig | None, options: Plan
 
     Returns:
         A JSON object: model, kinds (bytes before and after), schemes (bytes), conversion_bytes (peak
-        host memory; None where nothing is converted), cache and targets, with ``fits`` of every scheme.
+        host memory; None where nothing is converted), cache and targets, with ``fits`` of every scheme and, where
+        it was asked for, what the compiler made of the first scheme and of bfloat16.
 
     Raises:
         CheckpointError: The model cannot be read.
         ConfigError: Scheme, chips, context or split do not fit the model or each other.
+        BackendError: The compiler was asked for and is not installed.
     """
     targets = [Target.parse(text) for text in options.targets]
+    if options.compile:
+        _check_compiled(targets)
     subject = read_subject(model)
     if subject.artifact is not None and quantization is not None:
         raise AlreadyQuantizedError(f"{model}: is an artifact of llmq already; leave --scheme and its like out.")
@@ -96,6 +106,10 @@ def make_plan(model: str, quantization: QuantizationConfig | None, options: Plan
         )
     kv_dtype = "int8" if options.kv_cache_dtype == "int8" else "bfloat16"
     token_bytes = bytes_per_token(config, kv_dtype)
+    on_targets = [_on(target, variants, config, options, context, token_bytes) for target in targets]
+    if options.compile:
+        for target, row in zip(targets, on_targets, strict=True):
+            row["compiled"] = _compiled(subject, variants[:2], target, options, context)
     return {
         "model": model,
         "architecture": config.architecture,
@@ -106,7 +120,7 @@ def make_plan(model: str, quantization: QuantizationConfig | None, options: Plan
         "conversion_bytes": None if subject.artifact is not None else _conversion_bytes(subject, main.rows),
         "cache": {"dtype": kv_dtype, "bytes_per_token": token_bytes, "context": context},
         "max_num_seqs": options.max_num_seqs,
-        "targets": [_on(target, variants, config, options, context, token_bytes) for target in targets],
+        "targets": on_targets,
     }
 
 
@@ -115,13 +129,17 @@ def _variants(subject: Subject, quantization: QuantizationConfig | None) -> list
     compared = {name: QuantizationConfig(scheme=name) for name in COMPARED}
     plain = Variant("bfloat16", subject.unquantized())
     if subject.artifact is not None:
-        first = [Variant("artifact", subject.artifact), plain]
+        first = [Variant("artifact", subject.artifact, subject.quantization), plain]
     elif quantization is not None:
-        first = [Variant(_name(quantization), subject.quantized(quantization)), plain]
+        first = [_variant(_name(quantization), subject, quantization), plain]
         compared = {name: config for name, config in compared.items() if config != quantization}
     else:
-        first = [Variant("int4_blockwise", subject.quantized(compared.pop("int4_blockwise"))), plain]
-    return first + [Variant(name, subject.quantized(config)) for name, config in compared.items()]
+        first = [_variant("int4_blockwise", subject, compared.pop("int4_blockwise")), plain]
+    return first + [_variant(name, subject, config) for name, config in compared.items()]
+
+
+def _variant(name: str, subject: Subject, quantization: QuantizationConfig) -> Variant:
+    return Variant(name, subject.quantized(quantization), quantization)
 
 
 def _name(quantization: QuantizationConfig) -> str:
@@ -193,6 +211,37 @@ def _on(
             }
             for variant in variants
         },
+    }
+
+
+def _check_compiled(targets: Sequence[Target]) -> None:
+    for target in targets:
+        if not target.chip.is_tpu:
+            raise ConfigError(f"compile: {target} is no TPU; leave that target, or --compile, out.")
+        if target.num_chips > 1:
+            raise ConfigError(
+                f"compile: {target} has {target.num_chips} chips, and steps are compiled for one so far; "
+                f"use {target.chip.name} alone."
+            )
+
+
+def _compiled(
+    subject: Subject, variants: Sequence[Variant], target: Target, options: PlanOptions, context: int
+) -> dict[str, list[dict[str, Any]]]:
+    planner = load_backend("tpu")
+    assert isinstance(planner, Planner)
+    opened = ModelOptions(
+        dtype="bfloat16",
+        num_slots=options.max_num_seqs,
+        max_len=context,
+        kv_int8=options.kv_cache_dtype == "int8",
+    )
+    return {
+        variant.name: [
+            asdict(step)
+            for step in planner.compile_steps(subject.outline(variant.rows, variant.quantization), str(target), opened)
+        ]
+        for variant in variants
     }
 
 

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -11,8 +12,9 @@ import numpy as np
 from llmq.checkpoint.coverage import Action, TensorPlan, plan_coverage
 from llmq.checkpoint.huggingface import holds_weights
 from llmq.checkpoint.inspect import stored_scheme
-from llmq.checkpoint.layout import entries
-from llmq.checkpoint.loader import load_weights
+from llmq.checkpoint.layout import entries, quantization_dict
+from llmq.checkpoint.loader import ModelWeights, load_weights
+from llmq.checkpoint.outline import Outline
 from llmq.checkpoint.reader import TensorInfo, find_config, read_json
 from llmq.config import QuantizationConfig
 from llmq.errors import AlreadyQuantizedError
@@ -28,15 +30,19 @@ class Subject:
 
     Attributes:
         model: As the user named it.
+        raw: Its ``config.json``, without what it says of a quantization.
         config: Its description.
         tensors: Name -> what the checkpoint stores; for an artifact, what a checkpoint would.
         artifact: What became of every tensor; None for what is not quantized.
+        quantization: How; None as well.
     """
 
     model: str
+    raw: Mapping[str, Any]
     config: ModelConfig
     tensors: Mapping[str, TensorInfo]
-    artifact: Sequence[TensorPlan] | None
+    artifact: Sequence[TensorPlan] | None = None
+    quantization: QuantizationConfig | None = None
 
     def quantized(self, config: QuantizationConfig) -> Sequence[TensorPlan]:
         """What a conversion would make of it.
@@ -66,6 +72,20 @@ class Subject:
             for name, row in expected_tensors(self.config).items()
         ]
 
+    def outline(self, rows: Sequence[TensorPlan], quantization: QuantizationConfig | None) -> ModelWeights:
+        """The weights that rows tell of, all zero.
+
+        Args:
+            rows: What becomes of every tensor.
+            quantization: How they were made; None for a checkpoint.
+
+        Returns:
+            Weights of the right types and shapes.
+        """
+        made = {"quantization_config": quantization_dict(quantization)} if quantization else {}
+        stored = {name: entry for row in rows if row.kind for name, entry in row.stored.items()}
+        return ModelWeights(Outline({**self.raw, **made}, stored))
+
 
 def read_subject(model: str) -> Subject:
     """Read the headers of a model; of a hub id its ``config.json`` alone is fetched.
@@ -84,8 +104,9 @@ def read_subject(model: str) -> Subject:
     if file is not None and not holds_weights(file.parent):
         return _described(model, file)
     weights = load_weights(model)
+    raw = {key: value for key, value in weights.reader.config.items() if key != "quantization_config"}
     if weights.quantization is None:
-        return Subject(model, weights.config, weights.reader.tensors, None)
+        return Subject(model, raw, weights.config, weights.reader.tensors)
     rows = []
     for name, expected in expected_tensors(weights.config).items():
         scheme = stored_scheme(name, weights.entries) if weights.is_quantized(name) else None
@@ -100,7 +121,7 @@ def read_subject(model: str) -> Subject:
                 stored=entries(name, expected.shape, scheme) if scheme else {name: weights.entries[name]},
             )
         )
-    return Subject(model, weights.config, _unwritten(weights.config), rows)
+    return Subject(model, raw, weights.config, _unwritten(weights.config), rows, weights.quantization)
 
 
 def _described(model: str, file: Path) -> Subject:
@@ -111,7 +132,7 @@ def _described(model: str, file: Path) -> Subject:
             "give the unquantized checkpoint's config.json."
         )
     config = ModelConfig.from_dict(raw)
-    return Subject(model, config, _unwritten(config), None)
+    return Subject(model, raw, config, _unwritten(config))
 
 
 def _unwritten(config: ModelConfig) -> dict[str, TensorInfo]:

@@ -1,12 +1,23 @@
 """The plugin behind ``--backend tpu``. JAX is imported when it is first needed."""
 
-from llmq.backends.base import Calibrator, InferenceModel, Memory, ModelOptions, Probe, Trainer, TrainOptions
+from collections.abc import Sequence
+
+from llmq.backends.base import (
+    Calibrator,
+    CompiledStep,
+    InferenceModel,
+    Memory,
+    ModelOptions,
+    Probe,
+    Trainer,
+    TrainOptions,
+)
 from llmq.backends.tpu.chips import has_tpu_chip
 from llmq.checkpoint.loader import ModelWeights
 
 
 class TPUBackend:
-    """See `base.Backend`."""
+    """See `base.Backend` and `base.Planner`."""
 
     name = "tpu"
     framework = "jax"
@@ -46,3 +57,9 @@ class TPUBackend:
         from llmq.backends.tpu.train import JaxTrainer
 
         return JaxTrainer(weights, options)
+
+    def compile_steps(self, weights: ModelWeights, target: str, options: ModelOptions) -> Sequence[CompiledStep]:
+        """See `base.Planner.compile_steps`."""
+        from llmq.backends.tpu.aot import compile_steps
+
+        return compile_steps(weights, target, options)

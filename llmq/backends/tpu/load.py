@@ -8,6 +8,7 @@ accelerator the host holds int4 codes a byte each until they are on the device.)
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -62,11 +63,51 @@ def load_params(
         segments.append(_stacked(segment, device))
     embedding = loader.table(EMBEDDING)
     head = None if weights.config.tie_embeddings else loader.table(LM_HEAD)
-    num_positions = -(-max_len // BLOCK) * BLOCK
-    rest = (embedding, loader.norm(FINAL_NORM), head, *rotary_tables(weights.config, num_positions))
+    rest = (embedding, loader.norm(FINAL_NORM), head, *rotary_tables(weights.config, _whole_blocks(max_len)))
     embedding, final_norm_D, head, cos_ATh, sin_ATh = jax.device_put(rest, device)
     params = Params(embedding, tuple(segments), final_norm_D, head, cos_ATh, sin_ATh)
     return params, _kernel_lines(kernels, (head or embedding).kernel, len(segments))
+
+
+def outline_params(weights: ModelWeights, layouts: Layouts, dtype: str, max_len: int) -> Params:
+    """What `load_params` would bring onto a device, as types and shapes.
+
+    Args:
+        weights: The model; of layers that are alike the first is read.
+        layouts: How its codes lie.
+        dtype: Compute type.
+        max_len: Positions of a slot.
+
+    Returns:
+        The weights, each leaf a `jax.ShapeDtypeStruct`.
+    """
+    loader, config = _Loader(weights, layouts, dtype), weights.config
+
+    def stored(index: int) -> list[tuple[str, Any]]:
+        at = layer_prefix(index)
+        return sorted((name.removeprefix(at), row) for name, row in weights.entries.items() if name.startswith(at))
+
+    segments = []
+    for _, like in groupby(range(config.num_layers), stored):
+        first, *others = like
+        layer = loader.layer(first)
+        segments.append(jax.tree.map(partial(_shaped, 1 + len(others)), layer))
+    head = None if config.tie_embeddings else loader.table(LM_HEAD)
+    rest = (loader.table(EMBEDDING), loader.norm(FINAL_NORM), head, *rotary_tables(config, _whole_blocks(max_len)))
+    embedding, final_norm_D, head, cos_ATh, sin_ATh = jax.tree.map(_shaped_alone, rest)
+    return Params(embedding, tuple(segments), final_norm_D, head, cos_ATh, sin_ATh)
+
+
+def _shaped(num_layers: int, leaf: np.ndarray) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((num_layers, *leaf.shape), leaf.dtype)
+
+
+def _shaped_alone(leaf: np.ndarray) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+
+
+def _whole_blocks(max_len: int) -> int:
+    return -(-max_len // BLOCK) * BLOCK
 
 
 class _Loader:

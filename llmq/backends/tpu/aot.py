@@ -1,0 +1,199 @@
+"""The real TPU compiler, for a chip that need not be there: what it makes of the steps that serving runs.
+
+Nothing is executed, so there are no times of a step in here; what there is, is what the compiler says: the
+memory a step takes, the collectives in it, and whether it writes weights out in a wider type.
+"""
+
+import math
+import os
+import re
+import time
+from collections import Counter
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+from jax.experimental.compilation_cache import compilation_cache
+from jax.sharding import SingleDeviceSharding
+
+from llmq.backends.base import CompiledStep, ModelOptions
+from llmq.backends.tpu.cache import Place, empty_cache
+from llmq.backends.tpu.device import configure
+from llmq.backends.tpu.load import ACCELERATOR_LAYOUTS, outline_params
+from llmq.backends.tpu.model import Params, decode, forward, logits
+from llmq.checkpoint.loader import ModelWeights
+from llmq.errors import BackendError
+
+#: Tokens of a prompt that are compiled for.
+CHUNK = 256
+
+#: Keeps libtpu from asking the cloud which machine this is.
+_MACHINE = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+}
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+def compile_steps(weights: ModelWeights, target: str, options: ModelOptions) -> list[CompiledStep]:
+    """See `base.Planner.compile_steps`.
+
+    Args:
+        weights: The model.
+        target: One chip.
+        options: Slots, context and types.
+
+    Returns:
+        A row for each program.
+
+    Raises:
+        BackendError: The compiler is not installed, or does not know the target.
+    """
+    dtype = options.dtype or "bfloat16"
+    config = weights.config
+    with _no_cache():
+        sharding = _chip(target)
+
+        def array(*shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+        def placed(tree: Any) -> Any:
+            return jax.tree.map(lambda leaf: array(*leaf.shape, dtype=leaf.dtype), tree)
+
+        params = placed(outline_params(weights, ACCELERATOR_LAYOUTS, dtype, options.max_len))
+        cache_type = "int8" if options.kv_int8 else dtype
+        cache = placed(jax.eval_shape(partial(empty_cache, config, options.num_slots, options.max_len, cache_type)))
+        of_slots, active = array(options.num_slots), array(options.num_slots, dtype=jnp.bool)
+        tokens, one = array(1, CHUNK), array()
+        place = Place(one, tokens, tokens, tokens, tokens, one)
+        hidden = array(1, CHUNK, config.hidden_size, dtype=jnp.dtype(dtype))
+        programs = {
+            "decode": partial(decode.lower, config, dtype, params, cache, of_slots, of_slots, active),
+            f"prefill of {CHUNK}": partial(forward.lower, config, dtype, params, cache, tokens, place),
+            f"head of {CHUNK}": partial(logits.lower, dtype, params, hidden),
+        }
+        return [_compile(name, lower, params) for name, lower in programs.items()]
+
+
+@contextmanager
+def _no_cache() -> Generator[None]:
+    """JAX cannot read back what it compiled for a chip that is not there, but would keep it."""
+    configure()
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", True)
+        compilation_cache.reset_cache()
+
+
+def _chip(target: str) -> SingleDeviceSharding:
+    if find_spec("libtpu") is None:
+        raise BackendError("compile: needs the TPU compiler, which is not installed; pip install 'llmq[tpu]'.")
+    for name, value in _MACHINE.items():
+        os.environ.setdefault(name, value)
+    try:
+        found = topologies.get_topology_desc(platform="tpu", topology_name=target, chips_per_host_bounds=(1, 1, 1))
+    except Exception as err:  # of whatever type: it comes from the compiler's plugin
+        reason = str(err).strip().splitlines()[0][:200]
+        raise BackendError(f"target={target!r}: the TPU compiler here does not take it ({reason}).") from err
+    return SingleDeviceSharding(found.devices[0])
+
+
+def _compile(name: str, lower: Any, params: Params) -> CompiledStep:
+    start = time.perf_counter()
+    try:
+        compiled = lower().compile()
+    except jax.errors.JaxRuntimeError as err:
+        missing = exceeded(str(err))
+        if missing is None:
+            raise
+        return CompiledStep(name, time.perf_counter() - start, missing_bytes=missing)
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    return CompiledStep(
+        name=name,
+        seconds=time.perf_counter() - start,
+        argument_bytes=memory.argument_size_in_bytes,
+        temporary_bytes=memory.temp_size_in_bytes,
+        output_bytes=memory.output_size_in_bytes - memory.alias_size_in_bytes,
+        collectives=collectives(text),
+        widened=tuple(widened(text, _forms(params))),
+    )
+
+
+def exceeded(message: str) -> int | None:
+    """By how much a program exceeds the chip's memory.
+
+    Args:
+        message: Of the compiler.
+
+    Returns:
+        Bytes, to the compiler's two digits; None when it complains of something else.
+    """
+    found = re.search(r"\(([0-9.]+)([KMGT]?)\) exceeds available HBM \(([0-9.]+)([KMGT]?)\)", message)
+    return found and math.ceil(float(found[1]) * _UNITS[found[2]] - float(found[3]) * _UNITS[found[4]])
+
+
+_COLLECTIVE = re.compile(r" (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(?:-start)?\(")
+
+#: Instructions that give a value no memory of its own.
+_FREE = ("parameter", "get-tuple-element", "tuple", "bitcast", "while", "constant")
+
+_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?(\S+) = (\w+)\[([\d,]*)\]\S* ([\w\-]+)\(")
+
+
+def collectives(text: str) -> dict[str, int]:
+    """Collectives of a compiled program.
+
+    Args:
+        text: The program.
+
+    Returns:
+        Kind -> how many, none left out that is there.
+    """
+    return dict(Counter(_COLLECTIVE.findall(text)))
+
+
+def widened(text: str, forms: set[tuple[int, ...]]) -> Iterator[str]:
+    """Weights that a compiled program writes out as floating point.
+
+    Args:
+        text: The program.
+        forms: Sizes of the axes that a weight may have, each sorted and without ones.
+
+    Yields:
+        As in ``bf16[4096,4096] of convert.3``.
+    """
+    inside_fusion = False
+    for line in text.splitlines():
+        if line.endswith("{") and "=" not in line.partition("(")[0]:
+            inside_fusion = "fused_computation" in line
+        found = _INSTRUCTION.match(line)
+        if inside_fusion or found is None or found[4] in _FREE or found[2] not in ("bf16", "f32", "f16"):
+            continue
+        if tuple(sorted(int(size) for size in found[3].split(",") if size not in ("", "1"))) in forms:
+            yield f"{found[2]}[{found[3]}] of {found[1]}"
+
+
+def _forms(params: Params) -> set[tuple[int, ...]]:
+    """Of every matrix that is stored as codes: as it lies, with its groups joined, and flat; in stacks too."""
+    shapes = [leaf.shape for table in (params.embedding, params.head) for leaf in _codes(table)]
+    for leaf in _codes(params.segments):
+        num_layers, *groups, num_outputs = leaf.shape
+        for stack in ((), (num_layers,)):
+            shapes += [(*stack, *groups, num_outputs), (*stack, math.prod(groups), num_outputs)]
+    flat = [(math.prod(shape),) for shape in shapes]
+    return {tuple(sorted(size for size in shape if size > 1)) for shape in [*shapes, *flat]}
+
+
+def _codes(tree: Any) -> list[Any]:
+    return [leaf for leaf in jax.tree.leaves(tree) if leaf.dtype in (jnp.int4, jnp.int8)]
