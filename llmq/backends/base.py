@@ -32,12 +32,13 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
 from llmq.checkpoint.loader import ModelWeights
 from llmq.config import Scheme
+from llmq.errors import BackendError
 from llmq.quant import QTensor
 
 State = Any
@@ -490,6 +491,7 @@ class TrainOptions:
         device: As in `ModelOptions`.
         runtime: As in ``--runtime``, for a plugin that has more than one.
         dtype: Compute type; master weights are float32.
+        mesh: Copies of the weights, and devices that share each; None shares one copy among all.
         max_len: Tokens of the longest row.
         schemes: Weight name -> the grid that training is to be aware of.
         adapters: Train these only; None trains every weight.
@@ -506,6 +508,7 @@ class TrainOptions:
     device: str | None = None
     runtime: RuntimeName | None = None
     dtype: ComputeType | None = None
+    mesh: tuple[int, int] | None = None
     max_len: int = 2048
     schemes: Mapping[str, Scheme] = field(default_factory=lambda: MappingProxyType({}))
     adapters: Adapters | None = None
@@ -517,6 +520,26 @@ class TrainOptions:
     teacher: ModelWeights | None = None
     kd_weight: float = 0.5
     kd_temperature: float = 1.0
+
+    def mesh_of(self, num_devices: int) -> tuple[int, int]:
+        """The layout of devices that train together.
+
+        Args:
+            num_devices: How many there are.
+
+        Returns:
+            As `mesh`.
+
+        Raises:
+            BackendError: The layout asked for takes another number.
+        """
+        dp, fsdp = self.mesh or (1, num_devices)
+        if dp * fsdp != num_devices:
+            raise BackendError(
+                f"mesh='dp={dp},fsdp={fsdp}': takes {dp * fsdp} devices, and {num_devices} train together; make the "
+                "product that number, or leave it out."
+            )
+        return dp, fsdp
 
 
 @dataclass(frozen=True, slots=True)
@@ -606,6 +629,52 @@ class Trainer(Protocol):
 
     def close(self) -> None:
         """Free the device. The trainer must not be used again."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledStep:
+    """What a compiler made of a step, for a chip that need not be there.
+
+    Attributes:
+        name: Of the step.
+        seconds: To compile it.
+        argument_bytes: Weights, cache and the rest that is handed in, on one chip.
+        temporary_bytes: Beside them while it runs.
+        output_bytes: What it gives, without what it updates in place.
+        collectives: Kind -> how many there are in the program; those of a loop over layers count once.
+        widened: Weights that it writes out in a wider type, as the compiler names them.
+        missing_bytes: By how much it exceeds the chip's memory, and all sizes are 0; 0 when it fits.
+    """
+
+    name: str
+    seconds: float
+    argument_bytes: int = 0
+    temporary_bytes: int = 0
+    output_bytes: int = 0
+    collectives: Mapping[str, int] = field(default_factory=dict[str, int])
+    widened: tuple[str, ...] = ()
+    missing_bytes: int = 0
+
+
+@runtime_checkable
+class Planner(Protocol):
+    """A backend that compiles for chips it does not have."""
+
+    def compile_steps(self, weights: ModelWeights, target: str, options: ModelOptions) -> Sequence[CompiledStep]:
+        """Compile what serving runs.
+
+        Args:
+            weights: Their types and shapes count, and of layers that are alike only the first is read.
+            target: As in ``v5e:1x1``.
+            options: Slots, context and types; `device` is not read.
+
+        Returns:
+            A row for the decode step, the prefill of a chunk, and the head.
+
+        Raises:
+            BackendError: The compiler is not installed, or does not know the target.
+        """
         ...
 
 
