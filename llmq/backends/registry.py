@@ -87,6 +87,9 @@ def _usable(backend: Backend) -> Backend:
     return backend
 
 
+RUNTIME_FIX = "pip install 'llmq[xla]'"
+
+
 def select_backend(name: str, device: str | None, runtime: RuntimeName | None = None) -> tuple[Backend, str | None]:
     """The backend and device that ``--backend``, ``--device`` and ``--runtime`` ask for.
 
@@ -122,7 +125,7 @@ def _plugin_of(runtime: RuntimeName, name: str) -> str:
             f"runtime={runtime!r}: belongs to --backend {row.backend}, not to {name}; leave one of them out."
         )
     if reason := runtime_refusal(runtime):
-        raise BackendError(f"runtime={runtime!r}: {reason}.")
+        raise BackendError(f"runtime={runtime!r}: {reason}; give it an environment of its own: {RUNTIME_FIX}.")
     return name if name in ALIASES else row.plugin
 
 
@@ -133,7 +136,7 @@ def runtime_refusal(runtime: RuntimeName) -> str:
         runtime: A key of `RUNTIMES`.
 
     Returns:
-        The reason and the way out; empty when it can be used.
+        The reason; empty when it can be used.
     """
     wanted = RUNTIMES[runtime].packages
     found = {package: _installed(package) for package in wanted}
@@ -141,7 +144,7 @@ def runtime_refusal(runtime: RuntimeName) -> str:
         return ""
     here = " and ".join(f"{package} {there}" if there else f"no {package}" for package, there in found.items())
     exact = " with ".join(f"{package} {there}" for package, there in wanted.items())
-    return f"needs {exact}, and here is {here}; give it an environment of its own: pip install 'llmq[xla]'"
+    return f"needs {exact}, and here is {here}"
 
 
 def _installed(package: str) -> str:

@@ -13,7 +13,7 @@ def doctor(as_json: options.Json = False) -> None:
     from importlib.metadata import PackageNotFoundError, version
 
     from llmq.backends.base import Probe
-    from llmq.backends.registry import backend_names, load_backend
+    from llmq.backends.registry import RUNTIME_FIX, RUNTIMES, backend_names, load_backend, runtime_refusal
     from llmq.commands.terminal import print_json, print_table
     from llmq.errors import BackendError
 
@@ -23,6 +23,12 @@ def doctor(as_json: options.Json = False) -> None:
             rows += [(name, probe) for probe in load_backend(name).probe()]
         except BackendError as err:
             rows.append((name, Probe(name, False, str(err), "pip install --force-reinstall llmq")))
+    for name, runtime in RUNTIMES.items():
+        if runtime.packages:
+            reason = runtime_refusal(name)
+            detail = reason or "with " + ", ".join(f"{package} {exact}" for package, exact in runtime.packages.items())
+            fix = f"{RUNTIME_FIX}, in an environment of its own" if reason else ""
+            rows.append((runtime.backend, Probe(f"runtime {name}", not reason, detail, fix)))
     for extra, package in _EXTRAS.items():
         try:
             rows.append(("extras", Probe(f"llmq[{extra}]", True, f"{package} {version(package)}")))
