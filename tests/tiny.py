@@ -61,7 +61,7 @@ def random_tensors(config: dict[str, Any], seed: int = 0, dtype: Any = ml_dtypes
         if row.kind is Kind.NORM:
             values = 1 - model.norm_offset + 0.1 * rng.standard_normal(row.shape)
         elif row.kind is Kind.EMBEDDING:
-            values = rng.standard_normal(row.shape)
+            values = rng.standard_normal(row.shape) / model.embedding_scale
         else:
             values = rng.standard_normal(row.shape) / np.sqrt(row.shape[-1])
         tensors[name] = values.astype(dtype)
