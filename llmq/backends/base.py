@@ -71,6 +71,8 @@ class ModelOptions:
         max_len: Positions of each slot.
         kv_int8: Store keys and values as int8 (see `quant.cache`), not in the compute type.
         num_threads: Threads that compute, where the framework can be told; None lets the model choose.
+        dp: Groups of devices, each with slots of its own.
+        tp: Devices of a group, which compute each layer together.
     """
 
     device: str | None = None
@@ -79,6 +81,8 @@ class ModelOptions:
     max_len: int = 2048
     kv_int8: bool = False
     num_threads: int | None = None
+    dp: int = 1
+    tp: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -642,7 +646,7 @@ class CompiledStep:
         argument_bytes: Weights, cache and the rest that is handed in, on one chip.
         temporary_bytes: Beside them while it runs.
         output_bytes: What it gives, without what it updates in place.
-        collectives: Kind -> how many there are in the program; those of a loop over layers count once.
+        collectives: Kind -> how many; those of the loop over layers are of a kind ``KIND a layer``.
         widened: Weights that it writes out in a wider type, as the compiler names them.
         missing_bytes: By how much it exceeds the chip's memory, and all sizes are 0; 0 when it fits.
     """

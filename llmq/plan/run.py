@@ -109,7 +109,7 @@ def make_plan(model: str, quantization: QuantizationConfig | None, options: Plan
     on_targets = [_on(target, variants, config, options, context, token_bytes) for target in targets]
     if options.compile:
         for target, row in zip(targets, on_targets, strict=True):
-            row["compiled"] = _compiled(subject, variants[:2], target, options, context)
+            row["compiled"] = _compiled(subject, variants[:2], target, options, context, row["dp"], row["tp"])
     return {
         "model": model,
         "architecture": config.architecture,
@@ -218,23 +218,26 @@ def _check_compiled(targets: Sequence[Target]) -> None:
     for target in targets:
         if not target.chip.is_tpu:
             raise ConfigError(f"compile: {target} is no TPU; leave that target, or --compile, out.")
-        if target.num_chips > 1:
-            raise ConfigError(
-                f"compile: {target} has {target.num_chips} chips, and steps are compiled for one so far; "
-                f"use {target.chip.name} alone."
-            )
 
 
 def _compiled(
-    subject: Subject, variants: Sequence[Variant], target: Target, options: PlanOptions, context: int
+    subject: Subject,
+    variants: Sequence[Variant],
+    target: Target,
+    options: PlanOptions,
+    context: int,
+    dp: int,
+    tp: int,
 ) -> dict[str, list[dict[str, Any]]]:
     planner = load_backend("tpu")
     assert isinstance(planner, Planner)
     opened = ModelOptions(
         dtype="bfloat16",
-        num_slots=options.max_num_seqs,
+        num_slots=-(-options.max_num_seqs // dp) * dp,
         max_len=context,
         kv_int8=options.kv_cache_dtype == "int8",
+        dp=dp,
+        tp=tp,
     )
     return {
         variant.name: [

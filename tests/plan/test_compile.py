@@ -32,12 +32,17 @@ def described(path: Path, config: dict) -> str:
 class TestWhatIsRead:
     def test_collectives(self) -> None:
         text = """
+%region_1.spmd (arg: (s32[], f32[8])) -> (s32[], f32[8]) {
   %all-reduce.1 = f32[8,16]{1,0} all-reduce(f32[8,16]{1,0} %x), replica_groups={}
   %all-reduce-start.2 = f32[8]{0} all-reduce-start(f32[8]{0} %all-reduce.1)
   %all-reduce-done.2 = f32[8]{0} all-reduce-done(f32[8]{0} %all-reduce-start.2)
+}
+ENTRY %main (x: f32[8]) -> bf16[4] {
+  %all-reduce.3 = f32[8,16]{1,0} all-reduce(f32[8,16]{1,0} %x), replica_groups={}
   ROOT %g = bf16[4]{0} all-gather(bf16[2]{0} %y)
+}
 """
-        assert aot.collectives(text) == {"all-reduce": 2, "all-gather": 1}
+        assert aot.collectives(text) == {"all-reduce a layer": 2, "all-reduce": 1, "all-gather": 1}
 
     def test_by_how_much_it_does_not_fit(self) -> None:
         message = (
@@ -63,16 +68,9 @@ ENTRY %main (a: s4[64,64]) -> bf16[64,64] {
 
 
 class TestRefused:
-    @pytest.mark.parametrize(
-        ("target", "sentence"),
-        [
-            ("h100", "compile: h100:1 is no TPU"),
-            ("v5e:2x4", "compile: v5e:2x4 has 8 chips, and steps are compiled for one"),
-        ],
-    )
-    def test_targets(self, target: str, sentence: str, tmp_path: Path) -> None:
+    def test_what_is_no_tpu(self, tmp_path: Path) -> None:
         model = described(tmp_path, tiny_config())
-        assert sentence in refused("plan", model, "--target", target, "--compile")
+        assert "compile: h100:1 is no TPU" in refused("plan", model, "--target", "h100", "--compile")
 
     def test_without_the_compiler(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(aot, "find_spec", lambda _: None)
@@ -123,6 +121,23 @@ class TestCompiler:
         assert 4 * GIB < decode.missing_bytes < 5.5 * GIB
         row = make_plan(model, None, PlanOptions(max_model_len=2048))["targets"][0]["schemes"]["bfloat16"]
         assert not row["fits"]
+
+    @pytest.mark.parametrize(
+        ("config", "group_size"), [(LLAMA_2_7B, 32), (LLAMA_3_8B, 128)], ids=["Llama-2-7B", "Llama-3-8B"]
+    )
+    def test_eight_chips(self, config: dict, group_size: int, tmp_path: Path) -> None:
+        """Two sums a layer, and those of the embedding."""
+        subject = read_subject(described(tmp_path, config))
+        quantization = QuantizationConfig(scheme="int4_blockwise", group_size=group_size)
+        weights = subject.outline(subject.quantized(quantization), quantization)
+        options = ModelOptions(dtype="bfloat16", num_slots=8, max_len=1024, tp=8)
+        decode, prefill, _ = aot.compile_steps(weights, "v5e:2x4", options)
+        cache = 8 * 1024 * bytes_per_token(subject.config, "bfloat16")
+        assert decode.argument_bytes == pytest.approx((weights.num_bytes + cache) / 8, rel=0.02)
+        for step in (decode, prefill):
+            assert step.collectives == {"all-reduce a layer": 2, "all-reduce": 2}
+            assert step.widened == ()
+            assert step.temporary_bytes < 64 << 20
 
     def test_windows_and_rotations_by_layer(self, tmp_path: Path) -> None:
         config = tiny_config(**GEMMA3, hidden_size=512, intermediate_size=1024, vocab_size=4096)

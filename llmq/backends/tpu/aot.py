@@ -19,21 +19,28 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.experimental.compilation_cache import compilation_cache
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from llmq.backends.base import CompiledStep, ModelOptions
 from llmq.backends.tpu.cache import Place, empty_cache
-from llmq.backends.tpu.device import configure
+from llmq.backends.tpu.device import Device, configure
 from llmq.backends.tpu.load import ACCELERATOR_LAYOUTS, outline_params
+from llmq.backends.tpu.mesh import cache_specs, make_mesh, params_specs
 from llmq.backends.tpu.model import Params, decode, forward, logits
 from llmq.checkpoint.loader import ModelWeights
 from llmq.errors import BackendError
 
+#: Not split.
+WHOLE = P()
+
 #: Tokens of a prompt that are compiled for.
 CHUNK = 256
 
-#: Keeps libtpu from asking the cloud which machine this is.
+#: Keeps libtpu from asking the cloud which machine this is, and from taking chips that it only compiles for: it
+#: leaves a lock behind when it is killed, and knows of no other process that compiles.
 _MACHINE = {
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
     "TPU_WORKER_HOSTNAMES": "localhost",
@@ -48,8 +55,8 @@ def compile_steps(weights: ModelWeights, target: str, options: ModelOptions) -> 
 
     Args:
         weights: The model.
-        target: One chip.
-        options: Slots, context and types.
+        target: Chips.
+        options: Slots, context, types, and how the chips share the model.
 
     Returns:
         A row for each program.
@@ -60,17 +67,19 @@ def compile_steps(weights: ModelWeights, target: str, options: ModelOptions) -> 
     dtype = options.dtype or "bfloat16"
     config = weights.config
     with _no_cache():
-        sharding = _chip(target)
+        mesh = make_mesh(_chips(target), options.dp, options.tp)
 
-        def array(*shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+        def array(*shape: int, dtype: Any = jnp.int32, spec: P = WHOLE) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
-        def placed(tree: Any) -> Any:
-            return jax.tree.map(lambda leaf: array(*leaf.shape, dtype=leaf.dtype), tree)
+        def placed(tree: Any, specs: Any) -> Any:
+            return jax.tree.map(lambda leaf, spec: array(*leaf.shape, dtype=leaf.dtype, spec=spec), tree, specs)
 
-        params = placed(outline_params(weights, ACCELERATOR_LAYOUTS, dtype, options.max_len))
+        params = outline_params(weights, ACCELERATOR_LAYOUTS, dtype, options.max_len)
+        params = placed(params, params_specs(params, config, options.tp))
         cache_type = "int8" if options.kv_int8 else dtype
-        cache = placed(jax.eval_shape(partial(empty_cache, config, options.num_slots, options.max_len, cache_type)))
+        cache = jax.eval_shape(partial(empty_cache, config, options.num_slots, options.max_len, cache_type))
+        cache = placed(cache, cache_specs(cache, options.tp))
         of_slots, active = array(options.num_slots), array(options.num_slots, dtype=jnp.bool)
         tokens, one = array(1, CHUNK), array()
         place = Place(one, tokens, tokens, tokens, tokens, one)
@@ -96,17 +105,19 @@ def _no_cache() -> Generator[None]:
         compilation_cache.reset_cache()
 
 
-def _chip(target: str) -> SingleDeviceSharding:
+def _chips(target: str) -> list[Device]:
     if find_spec("libtpu") is None:
         raise BackendError("compile: needs the TPU compiler, which is not installed; pip install 'llmq[tpu]'.")
     for name, value in _MACHINE.items():
         os.environ.setdefault(name, value)
+    shape = [int(size) for size in target.partition(":")[2].split("x")]
+    bounds = (*shape, 1, 1)[:3]
     try:
-        found = topologies.get_topology_desc(platform="tpu", topology_name=target, chips_per_host_bounds=(1, 1, 1))
+        found = topologies.get_topology_desc(platform="tpu", topology_name=target, chips_per_host_bounds=bounds)
     except Exception as err:  # of whatever type: it comes from the compiler's plugin
         reason = str(err).strip().splitlines()[0][:200]
         raise BackendError(f"target={target!r}: the TPU compiler here does not take it ({reason}).") from err
-    return SingleDeviceSharding(found.devices[0])
+    return list(found.devices)
 
 
 def _compile(name: str, lower: Any, params: Params) -> CompiledStep:
@@ -158,9 +169,19 @@ def collectives(text: str) -> dict[str, int]:
         text: The program.
 
     Returns:
-        Kind -> how many, none left out that is there.
+        Kind -> how many, none left out that is there; as ``all-reduce a layer`` for those of a loop.
     """
-    return dict(Counter(_COLLECTIVE.findall(text)))
+    found, where = Counter[str](), ""
+    for line in text.splitlines():
+        if _begins(line):
+            where = "" if line.startswith("ENTRY") else " a layer"
+        found.update(f"{kind}{where}" for kind in _COLLECTIVE.findall(line))
+    return dict(found)
+
+
+def _begins(line: str) -> bool:
+    """Whether a line begins a computation."""
+    return line.endswith("{") and "=" not in line.partition("(")[0]
 
 
 def widened(text: str, forms: set[tuple[int, ...]]) -> Iterator[str]:
@@ -168,32 +189,34 @@ def widened(text: str, forms: set[tuple[int, ...]]) -> Iterator[str]:
 
     Args:
         text: The program.
-        forms: Sizes of the axes that a weight may have, each sorted and without ones.
+        forms: Shapes that a weight may have, without axes of one.
 
     Yields:
         As in ``bf16[4096,4096] of convert.3``.
     """
     inside_fusion = False
     for line in text.splitlines():
-        if line.endswith("{") and "=" not in line.partition("(")[0]:
+        if _begins(line):
             inside_fusion = "fused_computation" in line
         found = _INSTRUCTION.match(line)
         if inside_fusion or found is None or found[4] in _FREE or found[2] not in ("bf16", "f32", "f16"):
             continue
-        if tuple(sorted(int(size) for size in found[3].split(",") if size not in ("", "1"))) in forms:
+        if tuple(int(size) for size in found[3].split(",") if size not in ("", "1")) in forms:
             yield f"{found[2]}[{found[3]}] of {found[1]}"
 
 
 def _forms(params: Params) -> set[tuple[int, ...]]:
-    """Of every matrix that is stored as codes: as it lies, with its groups joined, and flat; in stacks too."""
-    shapes = [leaf.shape for table in (params.embedding, params.head) for leaf in _codes(table)]
-    for leaf in _codes(params.segments):
-        num_layers, *groups, num_outputs = leaf.shape
-        for stack in ((), (num_layers,)):
-            shapes += [(*stack, *groups, num_outputs), (*stack, math.prod(groups), num_outputs)]
-    flat = [(math.prod(shape),) for shape in shapes]
-    return {tuple(sorted(size for size in shape if size > 1)) for shape in [*shapes, *flat]}
+    """Of every matrix that is stored as codes: as it lies, with its groups joined, turned, and flat; in stacks too."""
+    matrices = [((), shape) for table in (params.embedding, params.head) for shape in _codes(table)]
+    for num_layers, *groups, num_outputs in _codes(params.segments):
+        for shape in ((*groups, num_outputs), (math.prod(groups), num_outputs)):
+            matrices += [((), shape), ((num_layers,), shape)]
+    turned = [(stack, (*shape[-1:], *shape[:-1])) for stack, shape in matrices]
+    flat = [((), (math.prod(stack) * math.prod(shape),)) for stack, shape in matrices]
+    return {tuple(size for size in (*stack, *shape) if size > 1) for stack, shape in (*matrices, *turned, *flat)}
 
 
-def _codes(tree: Any) -> list[Any]:
-    return [leaf for leaf in jax.tree.leaves(tree) if leaf.dtype in (jnp.int4, jnp.int8)]
+def _codes(tree: Any) -> list[tuple[int, ...]]:
+    """Shapes of a chip's part of all codes."""
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if leaf.dtype in (jnp.int4, jnp.int8)]
+    return [leaf.sharding.shard_shape(leaf.shape) for leaf in leaves]

@@ -40,10 +40,10 @@ class TPUBackend:
 
     def open_model(self, weights: ModelWeights, options: ModelOptions) -> InferenceModel:
         """See `base.Backend.open_model`."""
-        from llmq.backends.tpu.device import open_device
+        from llmq.backends.tpu.device import open_devices
         from llmq.backends.tpu.infer import JaxModel
 
-        return JaxModel(weights, options, open_device(options.device))
+        return JaxModel(weights, options, open_devices(options.device))
 
     def open_calibrator(self, weights: ModelWeights, options: ModelOptions, num_threads: int) -> Calibrator:  # noqa: ARG002
         """See `base.Backend.open_calibrator`. XLA's threads are those of the process."""

@@ -67,27 +67,50 @@ def _platforms() -> Sequence[str]:
 
 
 def open_device(name: str | None) -> Device:
-    """The device to compute on.
+    """The device to compute on, the first of `open_devices`.
+
+    Args:
+        name: As there.
+
+    Returns:
+        The device.
+
+    Raises:
+        BackendError: There is none here.
+    """
+    return open_devices(name)[0]
+
+
+def open_devices(name: str | None) -> list[Device]:
+    """The devices to compute on; those of all processes, where there are several.
 
     Args:
         name: A key of `DEVICES`; None takes an accelerator if there is one, else the CPU.
 
     Returns:
-        The first device of that kind.
+        All devices of that kind.
 
     Raises:
         BackendError: There is no such device here.
     """
     configure()
+    _join_processes()
     if name is not None and name not in DEVICES:
         raise BackendError(
             f"device={name!r}: backend tpu knows {', '.join(DEVICES)}; leave it out for the best one here."
         )
     reason, platform = DEVICES[name] if name else ("JAX finds no device", None)
     try:
-        return jax.devices(platform)[0]
+        return jax.devices(platform)
     except RuntimeError as err:
         raise BackendError(f"device={name or 'auto'!r}: not usable here: {reason}; use --device cpu.") from err
+
+
+def _join_processes() -> None:
+    """Become one of several processes, where the environment names their coordinator as JAX does."""
+    if "JAX_COORDINATOR_ADDRESS" in os.environ and not jax.distributed.is_initialized():
+        size, rank = (int(os.environ[name]) for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID"))
+        jax.distributed.initialize(os.environ["JAX_COORDINATOR_ADDRESS"], size, rank)
 
 
 def memory(name: str | None) -> Memory:

@@ -6,13 +6,14 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
 
 from llmq.backends.base import Caps, ComputeType, ModelOptions, Run, Scores, SlotSampling, Stats, StepHandle, StepOut
 from llmq.backends.sampling import SlotRules
 from llmq.backends.tpu.cache import Cache, copy_slot, empty_cache
 from llmq.backends.tpu.device import Device, num_compiles
 from llmq.backends.tpu.load import ACCELERATOR_LAYOUTS, CPU_LAYOUTS, load_params
+from llmq.backends.tpu.mesh import cache_specs, check_weights, make_mesh, shardings, whole
 from llmq.backends.tpu.model import decode, forward, logits, scores
 from llmq.backends.tpu.rows import CHUNK_SIZES, Rows, chunks, place_runs
 from llmq.backends.tpu.slots import (
@@ -40,17 +41,19 @@ class State(NamedTuple):
 class JaxModel:
     """See `base.InferenceModel`."""
 
-    def __init__(self, weights: ModelWeights, options: ModelOptions, device: Device) -> None:
+    def __init__(self, weights: ModelWeights, options: ModelOptions, devices: Sequence[Device]) -> None:
         """Load a model.
 
         Args:
             weights: Its weights.
             options: `device` is not read again.
-            device: Where to run.
+            devices: Where to run: the first ones are taken.
 
         Raises:
-            BackendError: The device cannot compute in `options.dtype`.
+            BackendError: The devices cannot compute in `options.dtype`, or are too few.
+            ConfigError: The devices cannot share the weights evenly.
         """
+        device = devices[0]
         on_cpu = device.platform == "cpu"
         dtype: ComputeType = options.dtype or ("float32" if on_cpu else "bfloat16")
         if on_cpu and dtype == "bfloat16":
@@ -63,10 +66,15 @@ class JaxModel:
                 "leave --threads out, or narrow the process with taskset."
             )
         self._config = weights.config
-        layouts = CPU_LAYOUTS if on_cpu else ACCELERATOR_LAYOUTS
-        self._params, kernels = load_params(weights, layouts, dtype, options.max_len, device)
+        check_weights(weights, options.tp)
+        if options.num_slots % options.dp:
+            raise BackendError(f"dp={options.dp}: does not divide the {options.num_slots} slots.")
+        mesh = make_mesh(devices, options.dp, options.tp)
+        layouts = CPU_LAYOUTS if on_cpu and mesh.size == 1 else ACCELERATOR_LAYOUTS
+        self._params, kernels = load_params(weights, layouts, dtype, options.max_len, mesh)
+        several = f"{mesh.size} x " if mesh.size > 1 else ""
         self.caps = Caps(
-            device=f"{device.device_kind} (JAX {jax.__version__})",
+            device=f"{several}{device.device_kind} (JAX {jax.__version__})",
             dtype=dtype,
             kv_dtype="int8" if options.kv_int8 else dtype,
             num_slots=options.num_slots,
@@ -77,7 +85,10 @@ class JaxModel:
         )
 
         # On its device by name: arrays that JAX may move are other arguments to it, compiled once more.
-        self._init = jax.jit(partial(_empty, self._config, self.caps), out_shardings=SingleDeviceSharding(device))
+        empty = partial(_empty, self._config, self.caps)
+        cache, slots = jax.eval_shape(empty)
+        specs = cache_specs(cache, options.tp), jax.tree.map(lambda _: P(), slots)
+        self._init = jax.jit(empty, out_shardings=shardings(mesh, specs))
         weights_size = sum(leaf.on_device_size_in_bytes() for leaf in jax.tree.leaves(self._params))
         state_size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(jax.eval_shape(self._init)))
         self._num_bytes = weights_size + state_size
@@ -109,7 +120,7 @@ class JaxModel:
         for chunk, count in chunks([Rows.of_run(Run(tokens), start)]):
             state, x_BND = self._write(state, slot, start, chunk)
             if want_logits:
-                parts.append(np.asarray(logits(self.caps.dtype, self._params, x_BND))[0, :count])
+                parts.append(whole(logits(self.caps.dtype, self._params, x_BND))[0, :count])
         return state, np.concatenate(parts) if want_logits else None
 
     def set_slot(self, state: State, slot: int, prompt: np.ndarray, sampling: SlotSampling) -> State:
@@ -145,12 +156,13 @@ class JaxModel:
         report = log_probabilities(logits_SV, token_S) if want_logprobs else ()
         handle = (token_S, *report)
         for array in handle:
-            array.copy_to_host_async()
+            if array.is_fully_addressable:
+                array.copy_to_host_async()
         return State(cache, Slots(following, rules, seen), host), handle
 
     def fetch(self, handle: StepHandle) -> StepOut:
         """See `base.InferenceModel.fetch`."""
-        return StepOut(*(np.asarray(array) for array in handle))
+        return StepOut(*(whole(array) for array in handle))
 
     def score(self, state: State, slot: int, shared: int, runs: Sequence[Run]) -> tuple[State, list[Scores | None]]:
         """See `base.InferenceModel.score`."""
@@ -164,7 +176,7 @@ class JaxModel:
         for chunk, count in chunks(scored):
             state, x_BND = self._write(state, slot, shared, chunk)
             out = scores(self.caps.dtype, self._params, x_BND, chunk.target_N[None])
-            parts.append([np.asarray(score_BN)[0, :count] for score_BN in out])
+            parts.append([whole(score_BN)[0, :count] for score_BN in out])
         logprobs, is_greedy = (np.concatenate(column) for column in zip(*parts, strict=True)) if parts else ([], [])
         ends = np.cumsum([len(rows.token_N) for rows in scored])[:-1]
         of_run = zip(np.split(logprobs, ends), np.split(is_greedy, ends), strict=True)

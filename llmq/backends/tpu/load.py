@@ -14,13 +14,16 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from llmq.backends.tpu.cache import BLOCK
-from llmq.backends.tpu.device import Device
 from llmq.backends.tpu.linear import DenseLinear, EinsumLinear, Linear, QuantizedLinear, ScanLinear
+from llmq.backends.tpu.mesh import TP, layer_specs, put, table_specs
 from llmq.backends.tpu.model import Layer, Params
 from llmq.backends.tpu.table import DenseTable, EinsumTable, QuantizedTable, ScanTable, Table
 from llmq.checkpoint.loader import ModelWeights
+from llmq.model.config import ModelConfig
 from llmq.model.names import EMBEDDING, FINAL_NORM, LM_HEAD, layer_norms, layer_prefix, norm_factor
 from llmq.model.rotary import rotary_tables
 from llmq.quant import QTensor
@@ -40,16 +43,16 @@ ACCELERATOR_LAYOUTS = Layouts(EinsumLinear, EinsumTable)
 
 
 def load_params(
-    weights: ModelWeights, layouts: Layouts, dtype: str, max_len: int, device: Device
+    weights: ModelWeights, layouts: Layouts, dtype: str, max_len: int, mesh: Mesh
 ) -> tuple[Params, tuple[str, ...]]:
-    """Bring a model onto a device.
+    """Bring a model onto its devices.
 
     Args:
         weights: The model.
         layouts: How its codes lie.
         dtype: Compute type: that of matrices without codes.
         max_len: Positions of a slot.
-        device: Where to.
+        mesh: Where to.
 
     Returns:
         The weights, and a line on each kernel they run on.
@@ -60,11 +63,14 @@ def load_params(
     for _, like in groupby(layers, _structure):
         segment = list(like)
         kernels.update(linear.kernel for layer in segment for linear in _linears(layer))
-        segments.append(_stacked(segment, device))
+        segments.append(_stacked(segment, weights.config, mesh))
     embedding = loader.table(EMBEDDING)
     head = None if weights.config.tie_embeddings else loader.table(LM_HEAD)
     rest = (embedding, loader.norm(FINAL_NORM), head, *rotary_tables(weights.config, _whole_blocks(max_len)))
-    embedding, final_norm_D, head, cos_ATh, sin_ATh = jax.device_put(rest, device)
+    specs = (table_specs(embedding), P(), head and table_specs(head), P(), P())
+    embedding, final_norm_D, head, cos_ATh, sin_ATh = jax.tree.map(
+        lambda leaf, spec: put(leaf, mesh, spec), rest, specs
+    )
     params = Params(embedding, tuple(segments), final_norm_D, head, cos_ATh, sin_ATh)
     return params, _kernel_lines(kernels, (head or embedding).kernel, len(segments))
 
@@ -175,12 +181,13 @@ def _linears(layer: Layer) -> Iterator[Linear]:
     yield from (layer.q, layer.k, layer.v, layer.o, layer.gate, layer.up, layer.down)
 
 
-def _stacked(layers: list[Layer], device: Device) -> Layer:
-    """Stack like layers on the device, giving up each leaf as soon as it is there."""
+def _stacked(layers: list[Layer], config: ModelConfig, mesh: Mesh) -> Layer:
+    """Stack like layers on the devices, giving up each leaf as soon as it is there."""
     tree = jax.tree.structure(layers[0])
+    specs = jax.tree.leaves(layer_specs(layers[0], config, mesh.shape[TP]))
     columns = [jax.tree.leaves(layer) for layer in layers]
     layers.clear()
-    stacked = [jax.device_put(np.stack([column.pop(0) for column in columns]), device) for _ in range(tree.num_leaves)]
+    stacked = [put(np.stack([column.pop(0) for column in columns]), mesh, P(None, *spec)) for spec in specs]
     return jax.tree.unflatten(tree, stacked)
 
 

@@ -1,10 +1,10 @@
 """`base.Trainer` in JAX: one compiled gradient and one compiled update, their buffers donated.
 
 Rows of a batch are spread over the devices, and so are the output features of each weight: a grid lies
-within a row of the weight, so no device needs more than its part to quantize.
+within a row of the weight, so no device needs more than its part to quantize. Where a mesh asks for
+several copies of the weights, rows are spread over all devices and each weight over those of a copy.
 """
 
-import os
 import resource
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from llmq.backends.base import ComputeType, StepResult, TrainBatch, TrainOptions
 from llmq.backends.tpu.device import DEVICES, open_device
+from llmq.backends.tpu.mesh import whole
 from llmq.backends.tpu.model import precision
 from llmq.backends.tpu.trainable import Rows, Spec, Taught, hidden, losses, merged
 from llmq.checkpoint.loader import ModelWeights
@@ -53,7 +53,6 @@ class JaxTrainer:
                 f"optimizer={options.optimizer!r}: the tpu backend holds AdamW's moments in float32; use adamw, or "
                 "--backend gpu."
             )
-        join_processes()
         device = open_device(options.device)
         on_cpu = device.platform == "cpu"
         self.dtype: ComputeType = options.dtype or ("float32" if on_cpu else "bfloat16")
@@ -63,7 +62,7 @@ class JaxTrainer:
             )
         devices = jax.devices(DEVICES[options.device][1] if options.device else device.platform)
         self.is_main = jax.process_index() == 0
-        self._mesh = Mesh(np.array(devices), ("rows",))
+        self._mesh = Mesh(np.array(devices).reshape(options.mesh_of(len(devices))), ("dp", "fsdp"))
         self.device = f"{len(devices)} x {device.device_kind} (JAX {jax.__version__})"
         self._places = _Places(weights, options)
         factor = options.adapters.alpha / options.adapters.rank if options.adapters else 0.0
@@ -171,8 +170,8 @@ class JaxTrainer:
     def _put(self, array: np.ndarray) -> jax.Array:
         """A tensor on the devices: matrices in parts along their output features, where these divide."""
         axis = array.ndim - 2
-        splits = array.ndim > 1 and array.shape[axis] % self._mesh.size == 0
-        spec = P(*(None,) * axis, "rows") if splits else P()
+        splits = array.ndim > 1 and array.shape[axis] % self._mesh.shape["fsdp"] == 0
+        spec = P(*(None,) * axis, "fsdp") if splits else P()
         return self._spread(array, spec)
 
     def _rows(self, batch: TrainBatch) -> Rows:
@@ -181,25 +180,11 @@ class JaxTrainer:
         arrays = (batch.tokens, batch.targets, batch.learned, batch.documents, cos, sin)
         missing = -len(batch.tokens) % self._mesh.size
         padded = [np.pad(array, [(0, missing)] + [(0, 0)] * (array.ndim - 1)) for array in arrays]
-        return Rows(*(self._spread(array, P("rows")) for array in padded))
+        return Rows(*(self._spread(array, P(("dp", "fsdp"))) for array in padded))
 
     def _spread(self, array: np.ndarray, spec: P) -> jax.Array:
         """An array that every process holds, on the devices of all."""
         return jax.make_array_from_callback(array.shape, NamedSharding(self._mesh, spec), lambda part: array[part])
-
-
-def join_processes() -> None:
-    """Become one of several processes, where the environment names their coordinator as JAX does."""
-    if "JAX_COORDINATOR_ADDRESS" in os.environ and not jax.distributed.is_initialized():
-        size, rank = (int(os.environ[name]) for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID"))
-        jax.distributed.initialize(os.environ["JAX_COORDINATOR_ADDRESS"], size, rank)
-
-
-def whole(array: jax.Array) -> np.ndarray:
-    """A copy of a whole array, gathered from all processes, which must all ask for it."""
-    if array.is_fully_addressable:
-        return np.array(array)
-    return np.array(multihost_utils.process_allgather(array, tiled=True))
 
 
 class _Places:

@@ -1,0 +1,217 @@
+"""Where arrays lie when several devices run one model: a mesh of `dp` groups of slots by `tp` parts of a layer.
+
+q, k, v, gate and up are split along their outputs, o and down along their inputs, groups and scales with
+them; the embedding and the head along the vocabulary; the cache along slots and key/value heads. The
+compiler finds the collectives: two sums a layer. One device is a mesh of one.
+
+Shape letters: as in `linear`, `table` and `cache`; a segment's leaves have an axis of layers in front.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from llmq.backends.tpu.cache import Cache
+from llmq.backends.tpu.linear import DenseLinear, EinsumLinear, Leaf, Linear, ScanLinear
+from llmq.backends.tpu.model import Layer, Params
+from llmq.backends.tpu.table import DenseTable, EinsumTable, ScanTable, Table
+from llmq.checkpoint.loader import ModelWeights
+from llmq.errors import BackendError
+from llmq.model.config import ModelConfig
+from llmq.model.shards import check_tp
+
+Device = Any  # jax.Device, which is not a type to type checkers
+
+#: The axes: slots, and parts of a layer.
+DP, TP = "dp", "tp"
+
+
+def make_mesh(devices: Sequence[Device], dp: int, tp: int) -> Mesh:
+    """Lay devices out.
+
+    Args:
+        devices: Those there are.
+        dp: Groups, each with slots of its own.
+        tp: Devices of a group.
+
+    Returns:
+        The mesh, `[dp, tp]`.
+
+    Raises:
+        BackendError: There are too few.
+    """
+    if dp * tp > len(devices):
+        raise BackendError(f"mesh='dp={dp},tp={tp}': takes {dp * tp} devices, and there are {len(devices)} here.")
+    return Mesh(np.array([*devices[: dp * tp]]).reshape(dp, tp), (DP, TP))
+
+
+def check_weights(weights: ModelWeights, tp: int) -> None:
+    """Refuse weights that cannot be shared.
+
+    Args:
+        weights: The model.
+        tp: Devices that compute a layer together.
+
+    Raises:
+        ConfigError: Heads, features or groups cannot be shared evenly.
+    """
+    quantized = [name for name in weights if weights.is_quantized(name)]
+    groups = {name: (weights.shapes[name][-1], weights.entries[f"{name}.scale"][1][-1]) for name in quantized}
+    check_tp(tp, weights.config, {name: row for name, row in groups.items() if row[1] > 1})
+
+
+def put(array: np.ndarray, mesh: Mesh, spec: P) -> jax.Array:
+    """Bring an array onto the devices; each process gives the parts of its own.
+
+    Args:
+        array: The whole.
+        mesh: The devices.
+        spec: How it is split.
+
+    Returns:
+        The same array.
+    """
+    sharding = NamedSharding(mesh, spec)
+    if mesh.size == 1:
+        return jax.device_put(array, sharding)
+    return jax.make_array_from_callback(array.shape, sharding, lambda part: array[part])
+
+
+def whole(array: jax.Array) -> np.ndarray:
+    """An array on the host, gathered from all processes, which must all ask for it.
+
+    Args:
+        array: On any devices.
+
+    Returns:
+        A copy of all of it.
+    """
+    if array.is_fully_addressable:
+        return np.array(array)
+    return np.array(multihost_utils.process_allgather(array, tiled=True))
+
+
+def layer_specs(layer: Layer, config: ModelConfig, tp: int) -> Layer:
+    """How a layer is split.
+
+    Args:
+        layer: Its leaves have no axis of layers.
+        config: The model.
+        tp: Devices that share it.
+
+    Returns:
+        The same tree, of specs.
+    """
+    whole = jax.tree.map(lambda _: P(), layer)
+    outputs, inputs = (lambda linear: _by_outputs(linear)), (lambda linear: _by_inputs(linear, tp))
+    by_heads: Callable[[Linear], Linear] = outputs if config.num_kv_heads % tp == 0 else _whole
+    return Layer(
+        attention_norm_D=whole.attention_norm_D,
+        q=outputs(layer.q),
+        k=by_heads(layer.k),
+        v=by_heads(layer.v),
+        q_norm_h=whole.q_norm_h,
+        k_norm_h=whole.k_norm_h,
+        o=inputs(layer.o),
+        mlp_norm_D=whole.mlp_norm_D,
+        gate=outputs(layer.gate),
+        up=outputs(layer.up),
+        down=inputs(layer.down),
+        attended_norm_D=whole.attended_norm_D,
+        out_norm_D=whole.out_norm_D,
+        attention=whole.attention,
+    )
+
+
+def _by_outputs(linear: Any) -> Any:
+    """The last axis of every leaf is that of the outputs."""
+    return jax.tree.map(lambda leaf: P(*(None,) * (leaf.ndim - 1), TP), linear)
+
+
+def _by_inputs(linear: Any, tp: int) -> Any:
+    bias = None if linear.bias_O is None else P()
+    if isinstance(linear, DenseLinear):
+        return DenseLinear(P(TP), bias)
+    if isinstance(linear, ScanLinear):  # of one device: its blocks come one after the other
+        return _whole(linear)
+    assert isinstance(linear, EinsumLinear)
+    by_groups = linear.scale_GO.shape[0] % tp == 0
+    grid = P(TP) if by_groups else P()
+    zero = None if linear.zero_GO is None else grid
+    return EinsumLinear(P(TP) if by_groups else P(None, TP), grid, zero, bias)
+
+
+def _whole(tree: Any) -> Any:
+    return jax.tree.map(lambda _: P(), tree)
+
+
+def table_specs(table: Table) -> Table:
+    """How a token matrix is split: every leaf by rows.
+
+    Args:
+        table: The matrix.
+
+    Returns:
+        The same tree, of specs.
+    """
+    assert isinstance(table, DenseTable | EinsumTable | ScanTable)
+    return jax.tree.map(lambda _: P(TP) if isinstance(table, DenseTable | EinsumTable) else P(), table)
+
+
+def cache_specs(cache: Cache, tp: int) -> Cache:
+    """How a cache is split.
+
+    Args:
+        cache: Or its shapes.
+        tp: Devices that share its heads.
+
+    Returns:
+        The same tree, of specs.
+    """
+    heads = TP if cache.k_LSTKh.shape[3] % tp == 0 else None
+    return jax.tree.map(lambda _: P(None, DP, None, heads), cache)
+
+
+def params_specs(params: Params, config: ModelConfig, tp: int) -> Params:
+    """How a model is split.
+
+    Args:
+        params: Or their shapes.
+        config: The model.
+        tp: Devices that compute a layer together.
+
+    Returns:
+        The same tree, of specs.
+    """
+
+    def behind_layers(spec: P) -> P:
+        return P(None, *spec)
+
+    segments = []
+    for segment in params.segments:
+        one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), segment)
+        segments.append(jax.tree.map(behind_layers, layer_specs(one, config, tp), is_leaf=_is_spec))
+    head = None if params.head is None else table_specs(params.head)
+    return Params(table_specs(params.embedding), tuple(segments), P(), head, P(), P())
+
+
+def _is_spec(value: Leaf) -> bool:
+    return isinstance(value, P)
+
+
+def shardings(mesh: Mesh, specs: Any) -> Any:
+    """The same tree, of shardings.
+
+    Args:
+        mesh: The devices.
+        specs: A tree of specs.
+
+    Returns:
+        The tree.
+    """
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=_is_spec)
