@@ -55,6 +55,7 @@ def qat(
     baseline: Annotated[bool | None, typer.Option("--baseline", help="Train without fake quantization first, to see what it gains.", show_default=False)] = None,
     seed: Annotated[int | None, typer.Option("--seed", help="Of the order of rows and of adapters. Default: 0.", show_default=False)] = None,
     activation_checkpointing: Annotated[bool | None, typer.Option("--activation-checkpointing", help="Recompute activations in the backward pass: less memory, more time.", show_default=False)] = None,
+    mesh: Annotated[str | None, typer.Option("--mesh", help="Layout of several devices: dp copies of the weights, each shared by fsdp devices, as dp=2,fsdp=4. Default: one copy.", show_default=False)] = None,
     save_every: Annotated[int | None, typer.Option("--save-every", help="Steps between checkpoints, beside the output.", show_default=False)] = None,
     keep: Annotated[int | None, typer.Option("--keep", help="Checkpoints to keep while the run lasts. Default: 1.", show_default=False)] = None,
     tensorboard: Annotated[Path | None, typer.Option("--tensorboard", help="Write event files for TensorBoard into this directory.", show_default=False)] = None,

@@ -1,6 +1,12 @@
 """Checkpoints of a run, beside its output: each whole or absent, so that a kill loses only steps.
 
-One safetensors file a checkpoint, the same for every backend and any number of processes.
+One safetensors file a checkpoint, under the model's own tensor names, the same for every backend, any
+number of processes and any mesh: what several processes saved, one resumes, and the other way round.
+
+torch.distributed.checkpoint and orbax would write in parallel, a directory of files from each process that only
+their own framework reads. They are not used, because one loop serves both frameworks here, one file that is
+renamed once it is on the disk is whole or absent by itself, and any reader of safetensors can look into it. The
+price: one process gathers the state, three float32 arrays a trained weight, in its own memory.
 """
 
 import re

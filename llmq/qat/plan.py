@@ -50,7 +50,7 @@ class Plan:
     @property
     def facts(self) -> dict[str, Any]:
         """What must be the same for a run to be resumed."""
-        facts = self.recipe.model_dump(mode="json", exclude={"keep", "save_every", "eval_every"})
+        facts = self.recipe.model_dump(mode="json", exclude={"keep", "save_every", "eval_every", "mesh"})
         sizes = {name: path.stat().st_size for name, path in self.weights.reader.files.items()}
         return {**facts, "num_steps": self.num_steps, "files": sizes, "tokens": _hash(self.steps[0])}
 
@@ -136,6 +136,7 @@ def train_options(plan: Plan, device: str | None) -> TrainOptions:
     return TrainOptions(
         device=device,
         runtime=recipe.runtime,
+        mesh=(recipe.mesh.dp, recipe.mesh.fsdp) if recipe.mesh else None,
         dtype=recipe.dtype,
         max_len=recipe.seq_len,
         schemes=plan.schemes,

@@ -46,6 +46,29 @@ class Distillation(Frozen):
     temperature: Annotated[FiniteFloat, Field(gt=0)] = 1.0
 
 
+class Mesh(Frozen):
+    """How the devices that train together are laid out; the product is their number.
+
+    Attributes:
+        dp: Copies of the weights.
+        fsdp: Devices that share one copy, each holding a part of every weight.
+    """
+
+    dp: _Count = 1
+    fsdp: _Count = 1
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read(cls, value: Any) -> Any:
+        """From the command line it comes as ``dp=2,fsdp=4``."""
+        if not isinstance(value, str):
+            return value
+        axes = {axis: size for axis, _, size in (part.partition("=") for part in value.split(","))}
+        if not all(size.isdecimal() for size in axes.values()) or not axes.keys() <= cls.model_fields.keys():
+            raise ValueError("must name the axes dp and fsdp, as in dp=2,fsdp=4")
+        return {axis: int(size) for axis, size in axes.items()}
+
+
 class Recipe(Frozen):
     """What is trained, on what, and how.
 
@@ -80,6 +103,7 @@ class Recipe(Frozen):
         activation_checkpointing: Recompute activations in the backward pass rather than keep them.
         save_every: Steps between checkpoints; None keeps none.
         keep: Checkpoints that are kept while the run lasts, the newest ones.
+        mesh: Layout of the devices that train together; None shares one copy of the weights among all.
         backend: As in ``--backend``.
         device: A device of that backend.
         runtime: What the backend computes with; None takes its own framework, JAX or torch.
@@ -116,6 +140,7 @@ class Recipe(Frozen):
     activation_checkpointing: bool = False
     save_every: _Count | None = None
     keep: _Count = 1
+    mesh: Mesh | None = None
     backend: str = "auto"
     device: str | None = None
     runtime: RuntimeName | None = None

@@ -113,6 +113,11 @@ def test_the_recipe_is_shown_and_read_back(tmp_path: Path) -> None:
         (["--lr", "-1"], "lr=-1.0: input should be greater than or equal to 0."),
         (["--scheme", "int3"], "quantization.scheme='int3': must be one of"),
         (["--lora-alpha", "3"], "lora.rank: is missing."),
+        (["--mesh", "dp=2,tp=2"], "mesh='dp=2,tp=2': must name the axes dp and fsdp, as in dp=2,fsdp=4."),
+        (
+            ["--mesh", "dp=2"],
+            "mesh='dp=2,fsdp=1': takes 2 devices, and 1 train together; make the product that number,",
+        ),
         (["--data", "missing.txt"], "missing.txt: cannot be read as UTF-8 text (No such file or directory)."),
         (["--backend", "reference"], "backend='reference': does not train; use cpu, gpu or tpu."),
         (["--seq-len", "9999"], "seq_len=9999: must be at most the model's context, 512."),

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -11,10 +12,11 @@ import numpy as np
 import pytest
 
 from llmq.checkpoint.loader import load_weights
+from llmq.checkpoint.run import PARTIAL
 from llmq.qat.loop import read_metrics
 from llmq.qat.output import METRICS
 from llmq.qat.plan import plan_run
-from llmq.qat.recipe import write_recipe
+from llmq.qat.recipe import Mesh, write_recipe
 from llmq.quant import quantize
 from tests.conftest import ROOT
 from tests.qat.test_run import Stop, recipe, stop_at, trained
@@ -22,19 +24,33 @@ from tests.tiny import byte_tokenizer_files, write_tiny
 
 pytestmark = pytest.mark.slow
 
-#: Runs a recipe; the process that writes may end after a step.
+#: Runs a recipe; after a step the process that writes may end, copy the checkpoints, or be killed in its next save.
 SCRIPT = """
-import sys
+import os, shutil, signal, sys
 from pathlib import Path
+from llmq.qat import checkpoints
 from llmq.qat.recipe import read_recipe
 from llmq.qat.plan import plan_run
 from llmq.qat.run import run
 
-def watch(event):
-    if "loss" in event and event["step"] == int(sys.argv[3]):
-        sys.exit(1)
+recipe, output, step, what = sys.argv[1:]
 
-run(plan_run(read_recipe(Path(sys.argv[1]))), Path(sys.argv[2]), watch=watch)
+def kill(file, array):
+    file.write(array.tobytes()[:8])
+    file.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def watch(event):
+    if "loss" not in event or event["step"] != int(step):
+        return
+    if what == "stop":
+        sys.exit(1)
+    if what == "copy":
+        shutil.copytree(f"{output}.qat", f"{output}-copy.qat")
+    if what == "kill":
+        checkpoints.write_array = kill
+
+run(plan_run(read_recipe(Path(recipe))), Path(output), watch=watch)
 """
 
 
@@ -52,7 +68,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def launch(tmp_path: Path, name: str, text: str, *launcher: str, stop: int = 0, **environment: str) -> None:
     (tmp_path / "recipe.yaml").write_text(text)
     (tmp_path / "run.py").write_text(SCRIPT)
-    command = [*launcher, tmp_path / "run.py", tmp_path / "recipe.yaml", tmp_path / name, str(stop)]
+    command = [*launcher, tmp_path / "run.py", tmp_path / "recipe.yaml", tmp_path / name, stop, "stop"]
     done = execute(*command, **environment)
     assert (done.returncode == 0) == (stop == 0), done.stderr
 
@@ -93,9 +109,10 @@ def test_two_processes_train_as_one(sources: tuple[Path, Path], tmp_path: Path) 
 
 
 def test_a_checkpoint_of_two_processes_resumes_on_one(sources: tuple[Path, Path], tmp_path: Path) -> None:
+    """Each holding a copy of the weights."""
     wanted = recipe(*sources, max_steps=10, save_every=4, batch_size=4, lr=1e-4, lora={"rank": 2})
     trained(wanted, tmp_path / "one")
-    launch(tmp_path, "two", write_recipe(wanted), *TORCHRUN, stop=6)
+    launch(tmp_path, "two", write_recipe(wanted.model_copy(update={"mesh": Mesh(dp=2)})), *TORCHRUN, stop=6)
     assert [path.name for path in (tmp_path / "two.qat").glob("step*")] == ["step-00000004.safetensors"]
     trained(wanted, tmp_path / "two", resume=True)
     check_alike(tmp_path, "one", "two", plan_run(wanted).schemes)
@@ -104,7 +121,9 @@ def test_a_checkpoint_of_two_processes_resumes_on_one(sources: tuple[Path, Path]
 def test_four_devices_train_as_one(sources: tuple[Path, Path], tmp_path: Path) -> None:
     wanted = recipe(*sources, backend="tpu", max_steps=10, batch_size=4, fake_quant_after_n_steps=3, lr=1e-4)
     launch(tmp_path, "one", write_recipe(wanted), sys.executable)
-    launch(tmp_path, "four", write_recipe(wanted), sys.executable, XLA_FLAGS="--xla_force_host_platform_device_count=4")
+    flags = "--xla_force_host_platform_device_count=4"
+    two_copies = write_recipe(wanted.model_copy(update={"mesh": Mesh(dp=2, fsdp=2)}))
+    launch(tmp_path, "four", two_copies, sys.executable, XLA_FLAGS=flags)
     assert json.loads((tmp_path / "four" / "llmq.json").read_bytes())["result"]["device"].startswith("4 x cpu")
     check_alike(tmp_path, "one", "four", plan_run(wanted).schemes)
 
@@ -115,7 +134,8 @@ def test_two_processes_of_two_devices_train_as_one(sources: tuple[Path, Path], t
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    command = [sys.executable, tmp_path / "run.py", tmp_path / "recipe.yaml", tmp_path / "four", "0"]
+    (tmp_path / "run.py").write_text(SCRIPT)
+    command = [sys.executable, tmp_path / "run.py", tmp_path / "recipe.yaml", tmp_path / "four", "6", "copy"]
     shared = {
         **os.environ,
         "PYTHONPATH": str(ROOT),
@@ -132,6 +152,11 @@ def test_two_processes_of_two_devices_train_as_one(sources: tuple[Path, Path], t
             process.kill()  # one waits for the other
     assert json.loads((tmp_path / "four" / "llmq.json").read_bytes())["result"]["device"].startswith("4 x cpu")
     check_alike(tmp_path, "one", "four", plan_run(wanted).schemes)
+    assert [path.name for path in (tmp_path / "four-copy.qat").glob("step*")] == ["step-00000004.safetensors"]
+    alone = trained(wanted, tmp_path / "four-copy", resume=True).record
+    assert alone
+    assert alone["result"]["device"].startswith("1 x cpu")
+    check_alike(tmp_path, "one", "four-copy", plan_run(wanted).schemes)
 
 
 def test_torch_and_jax_train_alike(sources: tuple[Path, Path], tmp_path: Path) -> None:
@@ -149,7 +174,7 @@ def test_a_killed_process_loses_only_steps(sources: tuple[Path, Path], tmp_path:
     assert whole
     (tmp_path / "recipe.yaml").write_text(write_recipe(wanted))
     (tmp_path / "run.py").write_text(SCRIPT)
-    command = [sys.executable, tmp_path / "run.py", tmp_path / "recipe.yaml", tmp_path / "parts", "0"]
+    command = [sys.executable, tmp_path / "run.py", tmp_path / "recipe.yaml", tmp_path / "parts", "0", "stop"]
     process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
     directory = tmp_path / "parts.qat"
     while not list(directory.glob("step-0000000[5-9]*")):
@@ -162,3 +187,21 @@ def test_a_killed_process_loses_only_steps(sources: tuple[Path, Path], tmp_path:
     assert parts["weights_sha256"] == whole["weights_sha256"]
     with pytest.raises(Stop):
         trained(wanted, tmp_path / "parts", force=True, watch=stop_at(3))
+
+
+@pytest.mark.parametrize("backend", ["gpu", "tpu"])
+def test_a_process_killed_in_a_save_loses_only_that(sources: tuple[Path, Path], tmp_path: Path, backend: str) -> None:
+    wanted = recipe(*sources, backend=backend, max_steps=6, save_every=2, lr=1e-4)
+    whole = trained(wanted, tmp_path / "whole").record
+    (tmp_path / "recipe.yaml").write_text(write_recipe(wanted))
+    (tmp_path / "run.py").write_text(SCRIPT)
+    command = [sys.executable, tmp_path / "run.py", tmp_path / "recipe.yaml", tmp_path / "parts", "4", "kill"]
+    assert execute(*command).returncode == -signal.SIGKILL
+    found = {path.name: path.stat().st_size for path in (tmp_path / "parts.qat").iterdir()}
+    assert 0 < found[PARTIAL] < found["step-00000002.safetensors"]
+    assert "step-00000004.safetensors" not in found
+    parts = trained(wanted, tmp_path / "parts", resume=True).record
+    assert whole
+    assert parts
+    assert parts["weights_sha256"] == whole["weights_sha256"]
+    assert not (tmp_path / "parts.qat").exists()

@@ -30,7 +30,7 @@ class TorchTrainer:
         choose = xla.choose_device if options.runtime == "torch_xla" else choose_device
         device, dtype = choose(ModelOptions(device=options.device, dtype=options.dtype))
         self.dtype: ComputeType = dtype
-        self._world = World(device)
+        self._world = World(device, options)
         self._device, self.is_main = self._world.device, self._world.rank == 0
         self._is_traced = device.type == "xla"
         name = xla.device_name() if self._is_traced else str(device)

@@ -1,7 +1,8 @@
 """The processes that train together: one, or as many as ``torchrun`` started.
 
 Each holds a part of the rows of every weight (FSDP2) and computes a part of the rows of every batch. A
-grid lies within a row of the weight, so sharding cuts none.
+grid lies within a row of the weight, so sharding cuts none. A mesh may ask for several copies of the
+weights; the processes of each copy hold the parts of it, and all average their gradients.
 """
 
 import os
@@ -15,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from llmq.backends.base import TrainBatch
+from llmq.backends.base import TrainBatch, TrainOptions
 from llmq.backends.gpu.trainable import TrainableDecoder
 from llmq.errors import BackendError
 
@@ -25,6 +26,7 @@ class World:
 
     Args:
         device: What this process computes on.
+        options: Of training; of these, the mesh.
 
     Attributes:
         size: How many there are.
@@ -32,9 +34,10 @@ class World:
         device: What this one computes on.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, options: TrainOptions) -> None:
         self.size, self.rank, self.device = int(os.environ.get("WORLD_SIZE", "1")), 0, device
         self._mesh: DeviceMesh | None = None
+        shape = options.mesh_of(self.size)
         if self.size == 1:
             return
         if device.type == "cuda":
@@ -43,7 +46,8 @@ class World:
         if not dist.is_initialized():
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         self.rank = dist.get_rank()
-        self._mesh = init_device_mesh(device.type, (self.size,))
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("dp", "fsdp"))
+        self._mesh = mesh if shape[0] > 1 else mesh["fsdp"]
 
     def shard(self, model: TrainableDecoder) -> None:
         """Leave this process its part of every weight; a layer is gathered while it is computed."""
