@@ -81,6 +81,8 @@ class Calibration(_Part):
         num_samples, seq_len, seed: Which sequences of it.
         backend: What ran the model.
         output_errors: Weight -> error of the linear's output relative to the output.
+        sensitivity: Linears that share an input -> divergence of the model's predictions with them alone in
+            the coarsest scheme, in nats a token; empty unless it was measured.
     """
 
     algorithm: str
@@ -91,6 +93,7 @@ class Calibration(_Part):
     seed: int | None = None
     backend: str | None = None
     output_errors: dict[str, float] = {}
+    sensitivity: dict[str, float] = {}
 
 
 class Record(_Part):

@@ -93,7 +93,7 @@ def quantize_blocks(
             if stage in scales:
                 cross_II /= scales[stage][:, None]
             with threadpool_limits(1, user_api="blas"):
-                solver = _Solver(moments_II, cross_II, algorithm, pool)
+                solver = Solver(moments_II, algorithm, pool, cross_II)
                 for name in names:
                     weight = block[name]
                     assert isinstance(weight, np.ndarray), name
@@ -117,27 +117,41 @@ def read_block(weights: ModelWeights, index: int) -> Block:
     return {name.removeprefix(prefix): weights[name] for name in weights if name.startswith(prefix)}
 
 
-class _Solver:
-    """Quantizes the linears of a stage.
+class Solver:
+    """Quantizes the linears of a stage; BLAS must be kept at one thread.
 
     Args:
         moments_II: Of the stage's input.
-        cross_II: Of the input in the unquantized model with it.
         algorithm: How.
         pool: Threads.
+        cross_II: Of the input in the unquantized model with it; None where that is the same.
     """
 
     def __init__(
-        self, moments_II: np.ndarray, cross_II: np.ndarray, algorithm: Algorithm, pool: ThreadPoolExecutor
+        self,
+        moments_II: np.ndarray,
+        algorithm: Algorithm,
+        pool: ThreadPoolExecutor,
+        cross_II: np.ndarray | None = None,
     ) -> None:
         self._moments_II, self._grid, self._pool = moments_II, algorithm.grid, pool
         self._moments, self._correction_II = None, None
         if algorithm.feedback:
             self._moments = Moments.of(moments_II)
+        if algorithm.feedback and cross_II is not None:
             drift_II = (cross_II - moments_II) * (len(moments_II) / max(np.trace(moments_II), _TINY))
             self._correction_II = CORRECTION * np.linalg.solve(damp(moments_II), drift_II.T).T
 
     def __call__(self, weight_OI: np.ndarray, scheme: Scheme) -> tuple[QTensor, float]:
+        """Choose codes.
+
+        Args:
+            weight_OI: float32.
+            scheme: Their grid.
+
+        Returns:
+            The codes, and the error of the output relative to the output.
+        """
         target_OI = weight_OI
         if self._correction_II is not None:
             target_OI = (weight_OI + weight_OI.astype(np.float64) @ self._correction_II).astype(np.float32)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from llmq.checkpoint.record import Calibration, Record
@@ -18,7 +19,13 @@ from llmq.quantize.options import ALGORITHMS, QuantizeOptions
 from llmq.quantize.setup import PLAIN, Run, Setup, set_up
 
 
-def quantize(plan: ConversionPlan, options: QuantizeOptions, output: Path, run: Run = PLAIN) -> Record:
+def quantize(
+    plan: ConversionPlan,
+    options: QuantizeOptions,
+    output: Path,
+    run: Run = PLAIN,
+    sensitivity: Mapping[str, float] = MappingProxyType({}),
+) -> Record:
     """Quantize a model and write the artifact, completely or not at all.
 
     Args:
@@ -26,6 +33,7 @@ def quantize(plan: ConversionPlan, options: QuantizeOptions, output: Path, run: 
         options: How codes are chosen.
         output: Directory to create.
         run: How the run is carried out.
+        sensitivity: Stage -> what the coarsest scheme costs there alone, for the record.
 
     Returns:
         The record written to ``llmq.json``.
@@ -38,7 +46,7 @@ def quantize(plan: ConversionPlan, options: QuantizeOptions, output: Path, run: 
     algorithm = ALGORITHMS[options.algorithm]
     if not algorithm.needs_data:
         encode = round_to_nearest if options.algorithm == "rtn" else searched(algorithm.grid)
-        calibration = Calibration(algorithm=options.algorithm)
+        calibration = Calibration(algorithm=options.algorithm, sensitivity=dict(sensitivity))
         return convert(plan, output, encode=encode, calibration=calibration, **_conversion(run))
     place = output.resolve()
     with ExitStack() as held:
@@ -49,6 +57,7 @@ def quantize(plan: ConversionPlan, options: QuantizeOptions, output: Path, run: 
             journal = Journal(place.with_name(f".{place.name}.llmq-quantize"), settings, resume=run.resume)
             held.callback(journal.close)
             calibration = _calibrate(setup, schemes, options, journal, run)
+            calibration = calibration.model_copy(update={"sensitivity": dict(sensitivity)})
         record = convert(plan, output, encode=from_journal(journal), calibration=calibration, **_conversion(run))
         journal.remove()
     return record

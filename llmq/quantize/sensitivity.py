@@ -5,8 +5,8 @@ The output error of a linear under the second moments H of its input needs no fo
     loss = tr((W - Q) H (W - Q)^T) / tr(W H W^T)
 
 The KL divergence of the model's predictions does. It is measured once for each stage, with the stage
-alone at the coarsest choice, and taken to follow the output error for the others: to second order in
-the error it does.
+alone at the coarsest choice in codes of the algorithm that will be used, and taken to follow the output
+error of nearest codes for the others: to second order in the error it does.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +26,8 @@ from llmq.convert import finite_weight
 from llmq.model.names import STAGES, layer_prefix
 from llmq.quant import dequantize
 from llmq.quant.search import on_grid, search_grid
-from llmq.quantize.blocks import Block, read_block
+from llmq.quantize.blocks import Block, Solver, read_block
+from llmq.quantize.options import Algorithm
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class Candidate:
         scheme: Its name, a key of `SCHEMES` or ``none``.
         group_size: Of a blockwise scheme.
         num_bytes: Of all linears of the stage.
-        output_error: Of each linear, squared, relative to its output.
+        output_error: Of each linear with nearest codes, squared, relative to its output.
         kl: Divergence of the model's predictions when only this stage is stored so, in nats; measured for
             the coarsest candidate, estimated for the others.
     """
@@ -61,6 +62,25 @@ class Sensitivity:
     linears: tuple[str, ...]
     candidates: tuple[Candidate, ...]
 
+    @property
+    def name(self) -> str:
+        """The linears in one word."""
+        module, _, first = self.linears[0].rpartition(".")
+        others = [linear.rpartition(".")[2] for linear in self.linears[1:]]
+        return f"{module}.{{{','.join((first, *others))}}}" if others else self.linears[0]
+
+
+def costs(table: Sequence[Sensitivity]) -> dict[str, float]:
+    """The table in short, for the record.
+
+    Args:
+        table: All of it.
+
+    Returns:
+        Stage -> divergence with its coarsest candidate, in nats a token, to four digits.
+    """
+    return {row.name: float(f"{row.candidates[0].kl:.4g}") for row in table}
+
 
 #: Reads and writes the cached table.
 TABLE = TypeAdapter(list[Sensitivity])
@@ -70,6 +90,7 @@ def measure_sensitivity(
     calibrator: Calibrator,
     weights: ModelWeights,
     config: QuantizationConfig,
+    algorithm: Algorithm,
     sequences: Sequence[np.ndarray],
     heldout: Sequence[np.ndarray],
     pool: ThreadPoolExecutor,
@@ -81,6 +102,7 @@ def measure_sensitivity(
         calibrator: Runs blocks.
         weights: The model.
         config: Symmetry and types of the schemes.
+        algorithm: How codes will be chosen. What it folds is not measured.
         sequences: For output errors.
         heldout: For divergence; others than `sequences`.
         pool: Threads. Their number does not change a bit of the result.
@@ -100,9 +122,13 @@ def measure_sensitivity(
             moments_II = calibrator.moments(stream, stream)
             names = [f"{linear}.weight" for linear in linears]
             with threadpool_limits(1, user_api="blas"):
-                found = [_candidate(block, names, moments_II, row, pool) for row in _schemes(config, moments_II)]
-            candidates = [candidate for candidate, _ in found]
-            kl = calibrator.divergence(baseline, _through(calibrator, weights, held, found[0][1], index))
+                rows = list(_schemes(config, moments_II))
+                candidates = [_candidate(block, names, moments_II, row, algorithm.grid, pool) for row in rows]
+                coarsest = rows[0][1]
+                assert coarsest is not None
+                solver = Solver(moments_II, algorithm, pool)
+                changed: Block = {name: solver(_finite(block, name), coarsest)[0] for name in names}
+            kl = calibrator.divergence(baseline, _through(calibrator, weights, held, changed, index))
             table.append(
                 Sensitivity(
                     linears=tuple(layer_prefix(index) + linear for linear in linears),
@@ -125,28 +151,37 @@ def _schemes(config: QuantizationConfig, moments_II: np.ndarray) -> Iterator[tup
 
 
 def _candidate(
-    block: Block, names: Sequence[str], moments_II: np.ndarray, row: tuple[str, Scheme | None], pool: ThreadPoolExecutor
-) -> tuple[Candidate, Block]:
-    """A candidate without its divergence, and the linears as it has them."""
+    block: Block,
+    names: Sequence[str],
+    moments_II: np.ndarray,
+    row: tuple[str, Scheme | None],
+    method: str,
+    pool: ThreadPoolExecutor,
+) -> Candidate:
+    """A candidate without its divergence."""
     name, scheme = row
-    changed: Block = {}
     errors: dict[str, float] = {}
     num_bytes = 0
     for tensor in names:
         source = block[tensor]
-        assert isinstance(source, np.ndarray)
         if scheme is None:
+            assert isinstance(source, np.ndarray)
             num_bytes += source.nbytes
             errors[tensor.removesuffix(".weight")] = 0.0
             continue
-        weight_OI = finite_weight(tensor, source)
-        codes = on_grid(weight_OI, *search_grid(weight_OI, scheme, "nearest", pool), scheme)
-        changed[tensor] = codes
+        weight_OI = _finite(block, tensor)
+        codes = on_grid(weight_OI, *search_grid(weight_OI, scheme, method, pool), scheme)
         weight, error = weight_OI.astype(np.float64), (weight_OI - dequantize(codes)).astype(np.float64)
         whole, lost = (float(np.vdot(matrix @ moments_II, matrix)) for matrix in (weight, error))
         errors[tensor.removesuffix(".weight")] = lost / whole if whole > 0.0 else 0.0
         num_bytes += sum(map(entry_bytes, entries(tensor, weight_OI.shape, scheme).values()))
-    return Candidate(name, scheme and scheme.group_size, num_bytes, errors, 0.0), changed
+    return Candidate(name, scheme and scheme.group_size, num_bytes, errors, 0.0)
+
+
+def _finite(block: Block, name: str) -> np.ndarray:
+    weight = block[name]
+    assert isinstance(weight, np.ndarray)
+    return finite_weight(name, weight)
 
 
 def _with_kl(candidate: Candidate, coarsest: Candidate, kl: float) -> Candidate:

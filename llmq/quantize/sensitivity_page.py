@@ -24,7 +24,7 @@ def page(table: Sequence[Sensitivity]) -> str:
     rows = sorted(table, key=lambda row: row.candidates[0].kl, reverse=True)
     most = max(row.candidates[0].kl for row in rows) or 1.0
     body = "".join(
-        f"<tr><td>{escape(_name(row))}</td><td>{escape(_label(row, 0))}</td><td>{row.candidates[0].kl:.5f}</td>"
+        f"<tr><td>{escape(row.name)}</td><td>{escape(_label(row, 0))}</td><td>{row.candidates[0].kl:.5f}</td>"
         f'<td style="text-align:left"><span class="bar" style="width:{300 * row.candidates[0].kl / most:.1f}px"></span></td>'
         f"<td>{escape(', '.join(f'{_label(row, i)} {c.kl:.5f}' for i, c in enumerate(row.candidates) if i))}</td></tr>"
         for row in rows
@@ -34,11 +34,6 @@ def page(table: Sequence[Sensitivity]) -> str:
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>Sensitivity</title><style>{_STYLE}</style>'
         f"<h1>What quantizing one stage alone costs</h1><table>{head}{body}</table></html>\n"
     )
-
-
-def _name(row: Sensitivity) -> str:
-    prefix, _, _ = row.linears[0].rpartition(".")
-    return f"{prefix}.{{{', '.join(linear.rpartition('.')[2] for linear in row.linears)}}}"
 
 
 def _label(row: Sensitivity, index: int) -> str:

@@ -10,11 +10,12 @@ from llmq.quantize.allocate import Allocation, Choice
 from llmq.quantize.options import Target
 from llmq.quantize.sensitivity import Sensitivity
 
-#: What calibration adds to the record for each linear, beside its name, at most.
+#: What calibration adds to the record for each linear, beside its name, and for each stage, at most.
 _RECORD_BYTES = 40
 
-#: Plans made until one is of the wanted size: each learns from the one before what names and headers take.
-_MAX_TRIES = 8
+#: Plans made until one is of the wanted size: each learns from the one before what names and headers take,
+#: and allows twice as much for what it cannot know, from 2^-16 of the size on.
+_MAX_TRIES = 10
 
 
 def plan_for_target(plan: ConversionPlan, table: Sequence[Sensitivity], target: Target) -> tuple[ConversionPlan, float]:
@@ -41,16 +42,16 @@ def plan_for_target(plan: ConversionPlan, table: Sequence[Sensitivity], target: 
             raise _unmet(target, "only the unquantized model does")
         return _mixed(plan, rows, chosen)
     budget = limit = _num_bytes(plan, target)
-    fixed = _fixed_bytes(plan, rows, target)
-    for _ in range(_MAX_TRIES):
+    fixed = _fixed_bytes(plan, rows, target, table)
+    for attempt in range(_MAX_TRIES):
         chosen = allocation.within_bytes(budget - fixed)
         if chosen is None:
             raise _unmet(target, "even the coarsest choices take more")
         mixed, kl = _mixed(plan, rows, chosen)
-        excess = _taken(mixed, target) - limit
+        excess = _taken(mixed, target, table) - limit
         if excess <= 0:
             return mixed, kl
-        budget -= excess
+        budget -= max(excess, limit >> (16 - attempt))
     raise _unmet(target, "no choice came close enough")
 
 
@@ -104,17 +105,20 @@ def _num_bytes(plan: ConversionPlan, target: Target) -> int:
     return int(target.bits * weights / 8)
 
 
-def _taken(plan: ConversionPlan, target: Target) -> int:
+def _taken(plan: ConversionPlan, target: Target, table: Sequence[Sensitivity]) -> int:
     linears = _linear_bytes(plan)
     if target.size is None:
         return sum(linears.values())
-    return plan.artifact_bytes + sum(len(name) + _RECORD_BYTES for name in linears)
+    noted = (*linears, *(row.name for row in table))
+    return plan.artifact_bytes + sum(len(name) + _RECORD_BYTES for name in noted)
 
 
-def _fixed_bytes(plan: ConversionPlan, rows: Sequence[Sensitivity], target: Target) -> int:
+def _fixed_bytes(
+    plan: ConversionPlan, rows: Sequence[Sensitivity], target: Target, table: Sequence[Sensitivity]
+) -> int:
     """Bytes that no choice changes."""
     linears = _linear_bytes(plan)
-    return _taken(plan, target) - sum(linears[f"{linear}.weight"] for row in rows for linear in row.linears)
+    return _taken(plan, target, table) - sum(linears[f"{linear}.weight"] for row in rows for linear in row.linears)
 
 
 def _unmet(target: Target, why: str) -> ConfigError:

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +20,9 @@ from llmq.model.tokenizer import Tokenizer
 from llmq.quant import QTensor
 from llmq.quantize import blocks
 from llmq.quantize.blocks import QuantizedBlock, read_block
+from llmq.quantize.bounded import Round, best_round, next_planned, quantize_to_divergence
 from llmq.quantize.data import calibration_sequences
-from llmq.quantize.mixed import plan_mixed, quantize_to_divergence
+from llmq.quantize.mixed import plan_mixed
 from llmq.quantize.options import ALGORITHMS, QuantizeOptions, Target
 from llmq.quantize.run import quantize
 from llmq.quantize.setup import Run
@@ -82,8 +84,8 @@ def test_threads_change_no_byte_in_bfloat16_and_mixed(source: Path, text: Path, 
     written = []
     for threads in (1, 2):
         output = tmp_path / str(threads)
-        plan, _ = plan_mixed(plan_conversion(str(source), CONFIG), chosen, output, Run(num_threads=threads))
-        quantize(plan, chosen, output, Run(num_threads=threads))
+        mixed = plan_mixed(plan_conversion(str(source), CONFIG), chosen, output, Run(num_threads=threads))
+        quantize(mixed.plan, chosen, output, Run(num_threads=threads))
         written.append((weight_bytes(output), (tmp_path / f"{threads}.sensitivity.json").read_bytes()))
     assert written[0] == written[1]
 
@@ -210,42 +212,108 @@ def test_ignored_linears_stay_and_overrides_hold(source: Path, text: Path, tmp_p
             assert after[name].num_bits == 8
 
 
-@pytest.mark.parametrize("target", [Target(bits=5.5), Target(size=700_000), Target(max_kl=0.01)])
-def test_a_target_is_met_and_stages_are_alike(source: Path, text: Path, tmp_path: Path, target: Target) -> None:
-    chosen = options(text, target=target, num_samples=4)
-    plan, kl = plan_mixed(plan_conversion(str(source), CONFIG), chosen, tmp_path / "out")
-    linears = [row for row in plan.coverage if row.kind is Kind.LINEAR]
+@pytest.fixture(scope="module")
+def table(source: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What schemes cost, measured once."""
+    path = tmp_path_factory.mktemp("quantize") / "table.json"
+    plan_mixed(plan_conversion(str(source), CONFIG), options(text, sensitivity=path), path.with_name("out"))
+    return path
+
+
+@pytest.mark.parametrize("target", [Target(bits=5.5), Target(size=700_000), Target(max_kl=0.002)])
+def test_a_target_is_met_and_stages_are_alike(
+    source: Path, text: Path, table: Path, tmp_path: Path, target: Target
+) -> None:
+    chosen = options(text, target=target, sensitivity=table)
+    mixed = plan_mixed(plan_conversion(str(source), CONFIG), chosen, tmp_path / "out")
+    linears = [row for row in mixed.plan.coverage if row.kind is Kind.LINEAR]
     if target.bits:
         bits = 8 * sum(row.stored_bytes for row in linears) / sum(row.shape[0] * row.shape[1] for row in linears)
-        assert 0.97 * target.bits < bits <= target.bits
+        assert 0.99 * target.bits < bits <= target.bits
     if target.max_kl:
-        assert kl <= target.max_kl
+        assert mixed.kl <= target.max_kl
     schemes = {row.name.removesuffix(".weight"): row.scheme for row in linears}
     assert len({str(scheme) for scheme in schemes.values()}) > 1
     for layer in range(4):
         for stage in STAGES:
             assert len({schemes[f"model.layers.{layer}.{linear}"] for linear in stage}) == 1
-    quantize(plan, chosen, tmp_path / "out")
+    assert table.with_suffix(".html").read_text().count("<tr>") == 17
     if target.size:
+        quantize(mixed.plan, chosen, tmp_path / "out", sensitivity=mixed.sensitivity)
         size = sum(file.stat().st_size for file in (tmp_path / "out").iterdir())
-        assert 0.97 * target.size < size <= target.size
-    assert (tmp_path / "out.sensitivity.html").read_text().count("<tr>") == 17
+        assert 0.99 * target.size < size <= target.size
+        assert read_record(tmp_path / "out").calibration.sensitivity == mixed.sensitivity
+        assert list(mixed.sensitivity)[:2] == [
+            "model.layers.0.self_attn.{q_proj,k_proj,v_proj}",
+            "model.layers.0.self_attn.o_proj",
+        ]
 
 
-def test_a_divergence_is_met_by_the_artifact_itself(source: Path, text: Path, tmp_path: Path) -> None:
-    found = {}
-    for wanted in (0.02, 0.0005):
-        chosen = options(text, target=Target(max_kl=wanted), num_samples=20)
-        output = tmp_path / f"kl{wanted}"
-        _, kl = quantize_to_divergence(plan_conversion(str(source), CONFIG), chosen, output)
-        assert kl <= wanted
-        found[wanted] = sum(file.stat().st_size for file in output.iterdir())
-    assert found[0.02] < found[0.0005]
-    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
-    impossible = options(text, target=Target(max_kl=1e-9), num_samples=4)
+def test_a_divergence_out_of_reach_is_refused(source: Path, text: Path, table: Path, tmp_path: Path) -> None:
+    impossible = options(text, target=Target(max_kl=1e-9), sensitivity=table)
     with pytest.raises(ConfigError, match=r"^max_kl=1e-09: cannot be met, only the unquantized"):
         quantize_to_divergence(plan_conversion(str(source), CONFIG), impossible, tmp_path / "never")
-    assert not (tmp_path / "never").exists()
+    assert list(tmp_path.iterdir()) == []
+
+
+def made(rounds: list[Round], bound: float, divergence: Callable[[float], float]) -> list[Round]:
+    while (planned := next_planned(rounds, bound)) is not None:
+        rounds.append(Round(planned, divergence(planned), round(1e6 / planned)))
+    return rounds
+
+
+@pytest.mark.parametrize("factor", [0.1, 0.4, 0.92, 1.5, 20])
+@pytest.mark.parametrize("power", [0.8, 1.0, 1.2])
+def test_a_bound_is_approached_from_either_side(factor: float, power: float) -> None:
+    """The measured divergence is off the planned one by a factor, and grows a little slower or faster."""
+    rounds = made([], 0.01, lambda planned: factor * 0.01 * (planned / 0.01) ** power)
+    assert 0.009 <= rounds[-1].kl <= 0.01
+    assert best_round(rounds, 0.01) is rounds[-1]
+
+
+def test_a_bound_that_is_out_of_reach_ends_the_search() -> None:
+    rounds = made([], 0.01, lambda _: 0.02)
+    assert len(rounds) == 4
+    assert best_round(rounds, 0.01) is None
+    steps = made([], 0.01, lambda planned: 0.02 if planned > 0.005 else 0.001)
+    assert best_round(steps, 0.01) == min((r for r in steps if r.kl == 0.001), key=lambda r: r.num_bytes)
+
+
+@pytest.mark.slow
+def test_a_divergence_is_met_by_the_artifact_itself_killed_or_not(
+    source: Path, text: Path, table: Path, tmp_path: Path
+) -> None:
+    chosen = options(text, target=Target(max_kl=0.002), sensitivity=table)
+    plan = plan_conversion(str(source), CONFIG)
+    told: list[int] = []
+    how = Run(tell=lambda block: told.append(block.index))
+    _, kl = quantize_to_divergence(plan, chosen, tmp_path / "clean", how)
+    assert 0.001 < kl <= 0.002
+    assert len(told) > 4, "this bound takes more than one artifact"
+
+    def kill(block: QuantizedBlock) -> None:
+        told.append(block.index)
+        if len(told) == 6:  # in the second block of the second artifact
+            raise Killed
+
+    told.clear()
+    with pytest.raises(Killed):
+        quantize_to_divergence(plan, chosen, tmp_path / "out", Run(tell=kill))
+    assert not (tmp_path / "out").exists()
+    changed = chosen.model_copy(update={"target": Target(max_kl=0.003)})
+    with pytest.raises(ConfigError, match=r"^resume: the interrupted run had target=.*leave out --resume"):
+        quantize_to_divergence(plan, changed, tmp_path / "out", Run(resume=True))
+
+    def reentered(block: QuantizedBlock) -> None:
+        if block.index:
+            return
+        with pytest.raises(OutputError, match="another llmq is writing there"):
+            quantize_to_divergence(plan, chosen, tmp_path / "out")
+
+    resumed = quantize_to_divergence(plan, chosen, tmp_path / "out", Run(resume=True, tell=reentered))
+    assert resumed[1] == kl
+    assert weight_bytes(tmp_path / "out") == weight_bytes(tmp_path / "clean")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["clean", "out"]
 
 
 def test_the_table_is_measured_once(source: Path, text: Path, tmp_path: Path) -> None:
@@ -257,7 +325,7 @@ def test_the_table_is_measured_once(source: Path, text: Path, tmp_path: Path) ->
     told.clear()
     again = plan_mixed(plan_conversion(str(source), CONFIG), chosen, tmp_path / "out", how)
     assert not told
-    assert again[0].coverage == first[0].coverage
+    assert again.plan.coverage == first.plan.coverage
     plan_mixed(plan_conversion(str(source), CONFIG), chosen.model_copy(update={"seed": 3}), tmp_path / "out", how)
     assert told
 

@@ -12,6 +12,7 @@ from llmq.backends.registry import load_backend
 from llmq.checkpoint.loader import ModelWeights, load_weights
 from llmq.config import SCHEMES, QuantizationConfig
 from llmq.quant import dequantize, quantize
+from llmq.quantize.options import ALGORITHMS
 from llmq.quantize.sensitivity import TABLE, measure_sensitivity
 from tests.tiny import write_tiny
 
@@ -27,7 +28,7 @@ def test_the_coarsest_choice_is_measured_and_the_others_follow_their_errors(tmp_
     calibrator = load_backend(backend).open_calibrator(weights, options, 2)
     config = QuantizationConfig(scheme="int4_blockwise")
     with ThreadPoolExecutor(2) as pool:
-        table = measure_sensitivity(calibrator, weights, config, sequences, heldout, pool)
+        table = measure_sensitivity(calibrator, weights, config, ALGORITHMS["rtn"], sequences, heldout, pool)
     assert len(table) == 8
     assert TABLE.validate_python(TABLE.dump_python(table, mode="json")) == table
     for row in table:
