@@ -40,6 +40,8 @@ def generate(
     dtype: options.DType = None,
     kv_cache_dtype: options.KvCacheDtype = "auto",
     threads: options.Threads = None,
+    mesh: options.Mesh = None,
+    tp: options.TensorParallel = None,
     stats: Annotated[bool, typer.Option("--stats", help="Print kernels, times and tokens per second.")] = False,
 ) -> None:  # fmt: skip
     """Answer with a model: an artifact, or a checkpoint that was never quantized."""
@@ -56,6 +58,7 @@ def generate(
     if interactive and not sys.stdin.isatty():
         raise ConfigError("prompt: is missing; give one, a --prompts-file, or start on a terminal for a conversation.")
 
+    layout = options.read_mesh(mesh, tp)
     weights = load_weights(model)
     tokenizer = Tokenizer.from_files(weights.reader.side_files(), weights.config)
     params = _sampling(
@@ -92,6 +95,7 @@ def generate(
         max_len=max_len,
         kv_int8=kv_cache_dtype == "int8",
         num_threads=threads,
+        **layout,
     )
     session = Session(opened, tokenizer)
     if interactive:

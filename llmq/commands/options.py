@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from llmq.config import SCHEMES, SYNONYMS, Override
+from llmq.errors import ConfigError
 
 _SCHEMES = ", ".join(SCHEMES)
 _SYNONYMS = ", ".join(f"{short} = {name}" for short, name in SYNONYMS.items())
@@ -91,6 +92,18 @@ Threads = Annotated[
     int | None,
     typer.Option("--threads", help="Threads on a CPU. Default: chosen by measuring.", min=1, show_default=False),
 ]
+Mesh = Annotated[
+    str | None,
+    typer.Option(
+        "--mesh",
+        help="Layout of several devices: dp groups of slots, each of tp devices, as tp=4,dp=2. Default: one device.",
+        show_default=False,
+    ),
+]
+TensorParallel = Annotated[
+    int | None,
+    typer.Option("--tp", help="Devices that compute each layer together; short for --mesh tp=N.", show_default=False),
+]
 MaxModelLen = Annotated[
     int | None,
     typer.Option("--max-model-len", help="Context in tokens. Default: what the prompts need.", show_default=False),
@@ -109,6 +122,32 @@ _FIELDS = MappingProxyType(
         "override": "overrides",
     }
 )
+
+
+def read_mesh(mesh: str | None, tp: int | None) -> dict[str, int]:
+    """The layout of devices.
+
+    Args:
+        mesh: As in ``tp=4,dp=2``.
+        tp: As in ``--tp``.
+
+    Returns:
+        Fields `dp` and `tp` of `llmq.backends.base.ModelOptions`.
+
+    Raises:
+        ConfigError: It names another axis, or one twice, or a size that is none.
+    """
+    parts = [part.strip() for part in (mesh or "").split(",") if part.strip()] + [f"tp={tp}"] * (tp is not None)
+    sizes = {axis: size for axis, _, size in (part.partition("=") for part in parts)}
+    if len(sizes) < len(parts) or not sizes.keys() <= {"dp", "tp"} or not all(map(_is_count, sizes.values())):
+        raise ConfigError(
+            f"mesh={','.join(parts)!r}: must name dp and tp at most once each, with sizes from 1 on, as in tp=4,dp=2."
+        )
+    return {"dp": 1, "tp": 1} | {axis: int(size) for axis, size in sizes.items()}
+
+
+def _is_count(text: str) -> bool:
+    return text.isdecimal() and int(text) > 0
 
 
 def named_fields(ctx: typer.Context) -> dict[str, Any]:

@@ -56,17 +56,21 @@ def plan_capacity(
     num_slots: int | None,
     max_len: int | None,
     default_slots: int,
+    dp: int = 1,
+    tp: int = 1,
 ) -> Capacity:
     """Choose slots and context, or refuse what cannot fit.
 
     Args:
         weights: The model.
-        memory: Of the device, before loading.
+        memory: Of each device, before loading.
         dtype: Compute type.
         kv_int8: Store keys and values as int8.
         num_slots: As asked for; None chooses.
         max_len: As asked for; None chooses.
         default_slots: Wanted when nothing is asked for.
+        dp: Groups of devices, which share the slots.
+        tp: Devices of a group, which share weights and key/value heads.
 
     Returns:
         The plan.
@@ -80,9 +84,9 @@ def plan_capacity(
         raise ConfigError(f"max_num_seqs={num_slots}: must be at least 1.")
     if max_len is not None and not 0 < max_len <= context:
         raise ConfigError(f"max_model_len={max_len}: must be positive and at most the model's context, {context}.")
-    each = bytes_per_token(config, "int8" if kv_int8 else dtype)
+    each = math.ceil(bytes_per_token(config, "int8" if kv_int8 else dtype) / (1 if config.num_kv_heads % tp else tp))
     slot_bytes = config.vocab_size * BYTES_PER_LOGIT
-    taken = weight_bytes(weights, dtype)
+    taken = math.ceil(weight_bytes(weights, dtype) / tp)
     room = Room(int(memory.free * (1 - RESERVE)) - taken, each, slot_bytes, context)
     smallest = min(context, MIN_CONTEXT)
     if room.num_sequences(smallest) == 0:
@@ -91,18 +95,18 @@ def plan_capacity(
             f"{_gb(smallest * each + slot_bytes)}; use a smaller model or scheme."
         )
     if max_len is None:
-        length = room.context(num_slots or default_slots)
+        length = room.context(math.ceil((num_slots or default_slots) / dp))
         if num_slots is None:
             length = max(length, min(context, PREFERRED_CONTEXT, room.context(1)))
         elif length < smallest:
-            raise _too_large(f"max_num_seqs={num_slots}", room.num_bytes, room.num_sequences(smallest), 0)
+            raise _too_large(f"max_num_seqs={num_slots}", room.num_bytes, dp * room.num_sequences(smallest), 0)
     else:
         length = max_len
-    most = room.num_sequences(length)
+    most = dp * room.num_sequences(length)
     slots = min(default_slots, most) if num_slots is None else num_slots
     if not 0 < slots <= most:
         asked = f"max_model_len={length}" if num_slots is None else f"max_num_seqs={slots} and max_model_len={length}"
-        raise _too_large(asked, room.num_bytes, most, room.context(slots or 1))
+        raise _too_large(asked, room.num_bytes, most, room.context(math.ceil(slots / dp) or 1))
     return Capacity(slots, length, taken, memory.free)
 
 

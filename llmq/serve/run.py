@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from llmq.backends.base import Backend, ComputeType, ModelOptions
+from llmq.backends.base import Backend, ComputeType, Memory, ModelOptions
 from llmq.backends.registry import select_backend
 from llmq.checkpoint.loader import ModelWeights, load_weights
 from llmq.checkpoint.reader import Progress
@@ -40,6 +40,7 @@ class ServeOptions(Frozen):
 
     Attributes:
         backend, device, dtype, threads: Where to run, and with how many threads of a CPU; None measures.
+        dp, tp: Groups of devices that have slots of their own, and devices of each.
         host, port: Where to listen.
         max_model_len, max_num_seqs: Size of the cache; None takes what fits.
         kv_cache_dtype: ``int8`` quantizes keys and values.
@@ -58,6 +59,8 @@ class ServeOptions(Frozen):
     device: str | None = None
     dtype: ComputeType | None = None
     threads: Annotated[int, Field(ge=1)] | None = None
+    dp: Annotated[int, Field(ge=1)] = 1
+    tp: Annotated[int, Field(ge=1)] = 1
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, lt=65536)] = 8000
     max_model_len: int | None = None
@@ -116,6 +119,8 @@ def run(
             capacity.max_len,
             kv_int8=options.kv_cache_dtype == "int8",
             num_threads=options.threads,
+            dp=options.dp,
+            tp=options.tp,
         ),
     )
     caps = opened.caps
@@ -200,14 +205,17 @@ def default_name(model: str) -> str:
 
 def _capacity(weights: ModelWeights, plugin: Backend, device: str | None, options: ServeOptions) -> Capacity:
     accelerated = plugin.has_accelerator() and device != "cpu"
+    memory, sharing = plugin.memory(device), 1 if accelerated else options.dp * options.tp
     return plan_capacity(
         weights,
-        plugin.memory(device),
+        Memory(memory.total // sharing, memory.free // sharing),
         dtype=options.dtype or ("bfloat16" if accelerated else "float32"),
         kv_int8=options.kv_cache_dtype == "int8",
         num_slots=options.max_num_seqs,
         max_len=options.max_model_len,
-        default_slots=_DEFAULT_SLOTS[0 if accelerated else 1],
+        default_slots=-(-_DEFAULT_SLOTS[0 if accelerated else 1] // options.dp) * options.dp,
+        dp=options.dp,
+        tp=options.tp,
     )
 
 

@@ -18,7 +18,7 @@ from llmq.config import QuantizationConfig
 from llmq.convert import convert, plan_conversion
 from llmq.errors import BackendError, ConfigError
 from tests.conftest import ROOT
-from tests.tiny import GEMMA3, write_tiny
+from tests.tiny import GEMMA3, byte_tokenizer_files, write_tiny
 
 pytestmark = pytest.mark.slow
 
@@ -132,6 +132,22 @@ def test_two_processes_of_four_devices(kv_int8: bool, tmp_path: Path) -> None:
             with np.load(tmp_path / f"{index}.npz") as found:
                 for name in both:
                     check_alike(found, expected, name)
+
+
+def test_generate_on_four_devices(tmp_path: Path) -> None:
+    model = write(tmp_path, GRIDS["asym"])
+    for name, contents in byte_tokenizer_files().items():
+        (model / name).write_bytes(contents)
+    variables = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    said = []
+    for mesh in ("tp=1", "tp=4"):
+        options = ["--max-tokens", "12", "--backend", "tpu", "--device", "cpu", "--mesh", mesh]
+        command = [sys.executable, "-m", "llmq", "generate", str(model), "abc", *options]
+        done = subprocess.run(command, env=variables, capture_output=True, text=True, check=True)
+        said.append((done.stdout, "on 4 x cpu" in done.stderr))
+    answer = said[0][0]
+    assert answer
+    assert said == [(answer, False), (answer, True)]
 
 
 class TestRefused:

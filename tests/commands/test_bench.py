@@ -9,6 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 from llmq.cli import app
+from llmq.commands.options import read_mesh
 from llmq.errors import BackendError, ConfigError
 from tests.tiny import byte_tokenizer_files, write_tiny
 
@@ -99,3 +100,34 @@ def test_threads_are_told_or_refused(command: tuple[str, ...], tmp_path: Path) -
     assert "threads: 2 for a step of one row, 2 for more rows, 2 for runs" in done.output
     with pytest.raises(BackendError, match="num_threads=2: XLA takes every core"):
         CliRunner().invoke(app, [*arguments, "--backend", "tpu"], catch_exceptions=False)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "tp", "layout"),
+    [
+        (None, None, {"dp": 1, "tp": 1}),
+        ("tp=4,dp=2", None, {"dp": 2, "tp": 4}),
+        (None, 8, {"dp": 1, "tp": 8}),
+        ("dp=2", 4, {"dp": 2, "tp": 4}),
+        ("tp=4", 4, None),
+        ("tp=0", None, None),
+        ("pp=2", None, None),
+        ("tp", None, None),
+        ("tp=two", None, None),
+        (None, -1, None),
+    ],
+)
+def test_a_layout_of_devices(mesh: str | None, tp: int | None, layout: dict[str, int] | None) -> None:
+    if layout is not None:
+        assert read_mesh(mesh, tp) == layout
+        return
+    with pytest.raises(ConfigError, match="must name dp and tp at most once each"):
+        read_mesh(mesh, tp)
+
+
+def test_the_gpu_backend_has_one_device(tmp_path: Path) -> None:
+    path = write_tiny(tmp_path / "m", num_hidden_layers=1)
+    for name, contents in byte_tokenizer_files().items():
+        (path / name).write_bytes(contents)
+    with pytest.raises(BackendError, match="tp=2': the gpu backend runs a model on one device"):
+        CliRunner().invoke(app, ["generate", str(path), "x", "--backend", "cpu", "--tp", "2"], catch_exceptions=False)

@@ -94,3 +94,12 @@ def test_a_plan_fits_and_a_refusal_names_one_that_does(
     assert found.num_slots * (found.max_len * FLOAT32 + LOGITS) <= room + 2
     assert num_slots in (None, found.num_slots)
     assert max_len in (None, found.max_len)
+
+
+def test_devices_share_weights_heads_and_slots(weights: ModelWeights) -> None:
+    """Two groups of two: each device holds half of the weights and one of the two heads for half of the slots."""
+    asked = {"dtype": "float32", "kv_int8": False, "default_slots": 10**9, "num_slots": None, "max_len": 512}
+    half = weight_bytes(weights, "float32") / 2
+    free = int((half + 3 * (512 * FLOAT32 / 2 + LOGITS)) / (1 - RESERVE)) + 2
+    found = plan_capacity(weights, Memory(free, free), **asked, dp=2, tp=2)
+    assert (found.num_slots, found.weight_bytes) == (6, half)

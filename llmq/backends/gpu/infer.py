@@ -25,6 +25,7 @@ from llmq.backends.sampling import (
     sample,
 )
 from llmq.checkpoint.loader import ModelWeights
+from llmq.errors import BackendError
 
 #: Tokens of a prompt written at once, by type of device.
 _CHUNK_SIZES = {"cpu": 128, "cuda": 256}
@@ -92,9 +93,17 @@ class TorchModel:
     Args:
         weights: Read one by one.
         options: How.
+
+    Raises:
+        BackendError: Several devices are asked for, or one that is not there.
     """
 
     def __init__(self, weights: ModelWeights, options: ModelOptions) -> None:
+        if options.dp * options.tp > 1:
+            raise BackendError(
+                f"mesh='dp={options.dp},tp={options.tp}': the gpu backend runs a model on one device; leave --mesh and "
+                "--tp out, or use --backend tpu."
+            )
         self._device, dtype = choose_device(options)
         self._dtype = DTYPES[dtype]
         self._decoder = Decoder(weights, options.max_len, self._device, self._dtype)
