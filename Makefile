@@ -1,11 +1,13 @@
 # make demo    environment, a real model, both backends answer a question
 # make test    environment, lint and every test
+# make test-xla    torch_xla in an environment of its own (.venv-xla, 8 GB), and its tests
 # make soak    a real server under mixed load for a minute, held against its figures
 # make check   lint, types, layers, docstrings and the fast tests
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+XLA_VENV := .venv-xla
 MODEL := .models/SmolLM2-135M-Instruct.Q4_1.gguf
 ARTIFACT := .models/smollm2-int4_blockwise
 QUESTION := What is the capital of France?
@@ -13,7 +15,7 @@ QUESTION := What is the capital of France?
 # Two test processes on small machines: waiting threads must not keep the cores from working ones.
 TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
 
-.PHONY: demo test check soak lint format setup model clean
+.PHONY: demo test test-xla check soak lint format setup model clean
 
 setup: $(VENV)/.dev
 
@@ -55,6 +57,15 @@ check: lint
 test: lint $(MODEL)
 	$(TEST_ENV) $(BIN)/pytest --numprocesses 2 --quiet
 
+$(XLA_VENV)/.ready: pyproject.toml constraints-xla.txt
+	test -d $(XLA_VENV) || $(PYTHON) -m venv $(XLA_VENV)
+	$(XLA_VENV)/bin/python -m pip install --quiet 'pip>=25.1'
+	$(XLA_VENV)/bin/python -m pip install --quiet --constraint constraints-xla.txt --editable '.[xla]' pytest pytest-timeout pytest-xdist
+	touch $@
+
+test-xla: $(XLA_VENV)/.ready
+	$(TEST_ENV) PJRT_DEVICE=CPU $(XLA_VENV)/bin/pytest --numprocesses 2 --quiet -rP tests/xla
+
 soak: $(VENV)/.dev $(MODEL)
 	test -d $(ARTIFACT) || $(BIN)/llmq convert $(MODEL) --output $(ARTIFACT) --scheme int4_blockwise
 	$(BIN)/python -m benchmarks.soak $(ARTIFACT)
@@ -64,4 +75,4 @@ format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) .models build dist .*_cache
+	rm -rf $(VENV) $(XLA_VENV) .models build dist .*_cache
