@@ -30,6 +30,9 @@ _MAX_POINTS = 300
 #: What the curves of a training run are.
 _CURVES = ("training loss", "held-out loss", "held-out loss, quantized")
 
+#: Powers of ten on an axis from which on only they are labeled.
+_MANY_POWERS = 6
+
 #: View box of a plot, and the plotted area in it.
 _WIDTH, _HEIGHT = 360, 230
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 12, 34
@@ -89,7 +92,7 @@ def to_html(report: Report) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    layers = _layers(report)
+    layers, costs = _layers(report), _costs(report)
     return environment.get_template("report.html.j2").render(
         report=report,
         write=text,
@@ -100,6 +103,9 @@ def to_html(report: Report) -> str:
         layers=_layer_plots(layers),
         layer_series=[place for place, found in enumerate(layers) if found],
         worst=_worst(report, layers),
+        costs=_layer_plots(costs, is_log=True),
+        cost_series=[place for place, found in enumerate(costs) if found],
+        dearest=_dearest(report, costs),
         trainings=[_training_plot(training) for training in report.trainings],
         curves=_CURVES,
         width=_WIDTH,
@@ -199,13 +205,27 @@ def _layers(report: Report) -> list[dict[str, dict[int, float]]]:
     return found
 
 
-def _layer_plots(layers: Sequence[dict[str, dict[int, float]]]) -> list[dict[str, Any]]:
-    """A plot for each module, all to one scale."""
+def _costs(report: Report) -> list[dict[str, dict[int, float]]]:
+    """For every run: linears -> layer -> logarithm of the divergence with them alone in the coarsest scheme."""
+    found: list[dict[str, dict[int, float]]] = []
+    for run in report.runs:
+        modules: dict[str, dict[int, float]] = {}
+        for name, cost in run.results.model.sensitivity.items():
+            match = _LAYER.search(name)
+            if match and cost > 0.0:
+                modules.setdefault(match[2].replace(",", ", "), {})[int(match[1])] = math.log10(cost)
+        found.append(modules)
+    return found
+
+
+def _layer_plots(layers: Sequence[dict[str, dict[int, float]]], *, is_log: bool = False) -> list[dict[str, Any]]:
+    """A plot for each module, all to one scale; of logarithms it is labeled with what they are of."""
     every = [(layer, level) for modules in layers for levels in modules.values() for layer, level in levels.items()]
     if not every:
         return []
     x = _scale([layer for layer, _ in every], _LEFT, _WIDTH - _RIGHT, margin=0.03)
     y = _scale([level for _, level in every], _HEIGHT - _BOTTOM, _TOP)
+    y_ticks = _powers(y) if is_log else y.ticks()
     plots: list[dict[str, Any]] = []
     for module in dict.fromkeys(module for modules in layers for module in modules):
         series: list[dict[str, Any]] = []
@@ -214,8 +234,23 @@ def _layer_plots(layers: Sequence[dict[str, dict[int, float]]]) -> list[dict[str
             if points:
                 series.append({"series": place % 6, "points": points})
         ticks = [tick for tick in x.ticks() if "." not in tick[1]]
-        plots.append({"module": module, "series": series, "x": ticks, "y": y.ticks()})
+        plots.append({"module": module, "series": series, "x": ticks, "y": y_ticks})
     return plots
+
+
+def _powers(y: _Scale) -> list[tuple[float, str]]:
+    """Ticks at 1, 2 and 5 times powers of ten; at the powers alone where those are many."""
+    powers = range(math.floor(y.low), math.ceil(y.high) + 1)
+    values = [
+        (step * 10.0**power, math.log10(step) + power)
+        for power in powers
+        for step in ((1, 2, 5) if len(powers) < _MANY_POWERS else (1,))
+    ]
+    return [
+        (y(place), f"{value:.0e}".replace("e-0", "e-").replace("e+00", ""))
+        for value, place in values
+        if y.low <= place <= y.high
+    ]
 
 
 def _training_plot(training: Training) -> dict[str, Any]:
@@ -250,6 +285,20 @@ def _worst(report: Report, layers: Sequence[dict[str, dict[int, float]]]) -> lis
         ranked = sorted((level, layer, module) for module, levels in modules.items() for layer, level in levels.items())
         rows += [
             (run.label, f"layer {layer}, {module}", f"{level:.1f}") for level, layer, module in ranked[:_NUM_WORST]
+        ]
+    return rows
+
+
+def _dearest(report: Report, costs: Sequence[dict[str, dict[int, float]]]) -> list[tuple[str, str, str]]:
+    """Run, linears and nats of those that cost most, run by run."""
+    rows: list[tuple[str, str, str]] = []
+    for run, modules in zip(report.runs, costs, strict=True):
+        ranked = sorted(
+            ((level, layer, module) for module, levels in modules.items() for layer, level in levels.items()),
+            reverse=True,
+        )
+        rows += [
+            (run.label, f"layer {layer}, {module}", f"{10**level:.2g}") for level, layer, module in ranked[:_NUM_WORST]
         ]
     return rows
 

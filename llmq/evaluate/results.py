@@ -27,6 +27,7 @@ class EvaluatedModel(Frozen):
         num_bytes: Of all stored tensors.
         quantization: An artifact's configuration.
         coverage: An artifact's coverage rows, for plots of error by layer; empty for others.
+        sensitivity: What its record says of what quantizing parts of it alone costs; empty where it was not measured.
     """
 
     name: str
@@ -35,6 +36,7 @@ class EvaluatedModel(Frozen):
     num_bytes: Annotated[int, Field(ge=0)]
     quantization: dict[str, Any] | None
     coverage: list[dict[str, Any]] = Field(default_factory=list)
+    sensitivity: dict[str, FiniteFloat] = Field(default_factory=dict)
 
 
 class Metric(Frozen):

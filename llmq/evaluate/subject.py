@@ -57,6 +57,7 @@ class Subject:
             num_bytes=weights.num_bytes,
             quantization=weights.quantization.model_dump(mode="json") if weights.quantization else None,
             coverage=[row.model_dump(mode="json") for row in record.coverage] if record else [],
+            sensitivity=record.calibration.sensitivity if record and record.calibration else {},
         )
 
     def open(self, num_slots: int = 1) -> InferenceModel:

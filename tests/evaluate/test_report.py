@@ -31,6 +31,7 @@ def run(
     num_bytes: int = 100_000_000,
     quantization: dict[str, Any] | None = None,
     coverage: list[dict[str, Any]] | None = None,
+    sensitivity: dict[str, float] | None = None,
     config: dict[str, Any] | None = None,
     versions: dict[str, str] | None = None,
     metrics: dict[str, Metric] | None = None,
@@ -55,6 +56,7 @@ def run(
             num_bytes=num_bytes,
             quantization=quantization,
             coverage=coverage or [],
+            sensitivity=sensitivity or {},
         ),
         backend={"name": "gpu", "dtype": "bfloat16"},
         config={**CONFIG, **(config or {})},
@@ -354,6 +356,36 @@ def test_html_is_whole_and_stands_alone(report: Report) -> None:
     assert "layer 0, self_attn.q_proj" in text
 
 
+def test_sensitivity_is_plotted_where_it_was_measured() -> None:
+    costs = {f"model.layers.{layer}.mlp.{{gate_proj,up_proj}}": 0.001 * 2**layer for layer in range(4)}
+    costs |= {f"model.layers.{layer}.mlp.down_proj": 0.002 for layer in range(4)} | {"elsewhere": 1.0}
+    base, mixed = run("base", right=RIGHT), run("mixed", right=RIGHT, sensitivity=costs)
+    html = to_html(build_report([(Path("a.json"), base), (Path("b.json"), mixed)]))
+    found = checked(html)
+    text = " ".join(" ".join(found.text).split())
+    assert "mlp.{gate_proj, up_proj}" in text
+    assert "layer 3, mlp.{gate_proj, up_proj} 0.008" in text
+    assert "elsewhere" not in text
+    assert text.count("1e-3 2e-3 5e-3") == 2  # both plots have one axis
+    doubled, level = (
+        np.array([point.split(",") for point in line.split()], float)[:, 1]
+        for line in re.findall(r'<polyline class="line s1" points="([^"]*)"', html)
+    )
+    assert np.diff(doubled) == pytest.approx(np.diff(doubled)[0], abs=0.2)  # equal ratios are equal steps
+    assert (np.diff(doubled) < -10).all()
+    assert np.ptp(level) == 0
+    without = to_html(build_report([(Path("a.json"), base), (Path("b.json"), run("mixed", right=RIGHT))]))
+    assert "Sensitivity by layer" not in without
+
+
+def test_digits_of_costs_over_many_powers_of_ten() -> None:
+    costs = {f"model.layers.{layer}.o_proj": 10.0**-layer for layer in range(9)}
+    html = to_html(build_report([(Path("a.json"), run("m", right=RIGHT, sensitivity=costs))]))
+    assert [f">1e-{power}<" in html for power in range(1, 9)] == [True] * 8
+    assert ">1<" in html
+    assert ">5e-3<" not in html
+
+
 HOSTILE = "</title></style><script>alert(1)</script>\"' onload=x | `*_[a](b) {{ 7*7 }} \n# x"
 
 
@@ -363,6 +395,7 @@ def test_hostile_names_stay_text() -> None:
         HOSTILE,
         metrics=metrics,
         coverage=[{"name": f"m.1.{HOSTILE}", "sqnr_db": 3.0}],
+        sensitivity={f"m.1.{HOSTILE}": 0.1},
         quantization={"scheme": HOSTILE},
     )
     report = build_report([(Path("a.json"), evil), (Path("b.json"), run("base", metrics=metrics))])
