@@ -22,7 +22,7 @@ def quantize(
     output: options.Output = None,
     scheme: options.SchemeName = "int4_blockwise",
     algorithm: Annotated[str | None, typer.Option("--algorithm", help="rtn, mse and hqq need no data; awq, gptq and awq+gptq calibrate on --dataset. Default: gptq; rtn for a checkpoint that was trained for its grid.", show_default=False)] = None,
-    dataset: Annotated[str | None, typer.Option("--dataset", help="Text to calibrate on: a file, plain or JSON lines with a page or text each, or a hub id.", show_default=False)] = None,
+    dataset: Annotated[str | None, typer.Option("--dataset", help="Text to calibrate on: a file, plain or JSON lines with a page or text each; or a directory or hub id that the datasets library loads.", show_default=False)] = None,
     num_samples: Annotated[int, typer.Option("--num-samples", help="Sequences of the text.")] = 128,
     seq_len: Annotated[int, typer.Option("--seq-len", help="Tokens of each.")] = 512,
     seed: Annotated[int, typer.Option("--seed", help="Chooses the sequences.")] = 0,

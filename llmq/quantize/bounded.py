@@ -222,7 +222,7 @@ class _Search:
 def _measure(plan: ConversionPlan, options: QuantizeOptions, artifact: Path) -> float:
     """The divergence of an artifact's predictions from the source's, on held-out text."""
     assert options.dataset is not None
-    _, text = hold_out(read_dataset(options.dataset))
+    _, text = hold_out(read_dataset(options.dataset, options.num_tokens))
     weights, quantized = load_weights(plan.model), load_weights(str(artifact))
     tokenizer = Tokenizer.from_files(weights.reader.side_files(), weights.config)
     plugin, device = select_backend(options.backend, options.device)

@@ -1,4 +1,8 @@
-"""Text to sequences of tokens: what calibration sees."""
+"""Text to sequences of tokens: what calibration sees.
+
+Rows of a dataset are joined to one text, whatever their lengths, and that is cut into sequences of one
+length. So there is no padding, left or right, and nothing for which it could count.
+"""
 
 from pathlib import Path
 
@@ -8,8 +12,11 @@ from llmq.errors import ConfigError
 from llmq.evaluate.windows import read_text
 from llmq.model.tokenizer import Tokenizer
 
-#: Rows of a hub dataset that are read at once.
-_HUB_ROWS = 1000
+#: Characters to read for each wanted token where a dataset may be larger than a disk. English takes about 4.5.
+_CHARS_PER_TOKEN = 8
+
+#: Columns with text, of which the first that a row has is read.
+_COLUMNS = ("text", "page")
 
 
 def calibration_sequences(
@@ -59,11 +66,13 @@ def hold_out(text: str) -> tuple[str, str]:
     return text[:cut], text[cut:]
 
 
-def read_dataset(dataset: str) -> str:
+def read_dataset(dataset: str, num_tokens: int) -> str:
     """The text of a dataset.
 
     Args:
-        dataset: A file, or a hub id.
+        dataset: A file, see `llmq.evaluate.windows.read_text`; or what the datasets library loads, a directory or
+            a hub id, with a column ``text`` or ``page``.
+        num_tokens: How many are wanted. A file is read to its end, of other datasets about as much as they take.
 
     Returns:
         The text.
@@ -72,18 +81,37 @@ def read_dataset(dataset: str) -> str:
         ConfigError: It cannot be read.
     """
     path = Path(dataset)
-    if path.exists() or dataset.count("/") != 1 or dataset.startswith((".", "~", "/")):
-        return read_text(path)
+    is_id = dataset.count("/") == 1 and not dataset.startswith((".", "~", "/"))
+    if path.is_dir() or (is_id and not path.exists()):
+        return _joined(dataset, num_tokens * _CHARS_PER_TOKEN)
+    return read_text(path)
+
+
+def _joined(dataset: str, num_chars: int) -> str:
+    """The first rows of a dataset's training split, joined by newlines."""
     try:
         from datasets import load_dataset
-        from datasets.exceptions import DatasetNotFoundError
+        from datasets.exceptions import DatasetsError
     except ImportError as err:
         raise ConfigError(
-            f"dataset={dataset}: is no file here, and the hub needs the datasets library; install llmq[eval]."
+            f"dataset={dataset}: is no file, and needs the datasets library; install llmq[eval]."
         ) from err
+    rows: list[str] = []
     try:
-        rows = load_dataset(dataset, split="train", streaming=True).take(_HUB_ROWS)
-        return "\n".join(row["text"] for row in rows)
-    except (OSError, ValueError, KeyError, DatasetNotFoundError) as err:
-        reason = str(err).strip().splitlines()[0].rstrip(".")
-        raise ConfigError(f"dataset={dataset}: neither a file nor to be had from the hub ({reason}).") from err
+        for row in load_dataset(dataset, split="train", streaming=True):
+            column = next((name for name in _COLUMNS if isinstance(row.get(name), str)), None)
+            if column is None:
+                raise ConfigError(
+                    f"dataset={dataset}: has the columns {', '.join(row)}, and none of {' or '.join(_COLUMNS)} with "
+                    "text; give another dataset or a text file."
+                )
+            rows.append(row[column])
+            num_chars -= len(row[column]) + 1
+            if num_chars <= 0:
+                break
+    except (OSError, ValueError, DatasetsError) as err:
+        reason = (str(err).strip() or type(err).__name__).splitlines()[0].rstrip(".")
+        raise ConfigError(
+            f"dataset={dataset}: cannot be loaded ({reason}); give a file, a directory or a hub id."
+        ) from err
+    return "\n".join(rows)

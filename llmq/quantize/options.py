@@ -131,6 +131,11 @@ class QuantizeOptions(Frozen):
     sensitivity: Path | None = None
 
     @property
+    def num_tokens(self) -> int:
+        """Of all sequences."""
+        return self.num_samples * self.seq_len
+
+    @property
     def holds_out(self) -> bool:
         """Whether a part of the dataset is set aside to measure on."""
         return bool(self.target) or self.sensitivity is not None

@@ -93,7 +93,7 @@ def set_up(plan: ConversionPlan, options: QuantizeOptions, run: Run) -> Generato
             f"seq_len={options.seq_len}: must be at most the model's context, {weights.config.max_positions}."
         )
     tokenizer = Tokenizer.from_files(weights.reader.side_files(), weights.config)
-    text, rest = read_dataset(options.dataset), ""
+    text, rest = read_dataset(options.dataset, options.num_tokens), ""
     if options.holds_out:
         text, rest = hold_out(text)
     cut = (options.seq_len, options.seed, options.dataset)
