@@ -8,11 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.experimental import topologies
-from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import SingleDeviceSharding
 
-from llmq.backends.tpu import device, slots
+from llmq.backends.tpu import aot, slots
 from llmq.backends.tpu.cache import Place, copy_slot, empty_cache
 from llmq.backends.tpu.linear import EinsumLinear
 from llmq.backends.tpu.model import Layer, Params, decode, forward, logits
@@ -35,35 +33,11 @@ CONFIG = ModelConfig.from_dict(
 WEIGHT = HIDDEN * HIDDEN  # bytes of the smallest one at a byte an element; the activations of a chunk are as large
 
 
-@pytest.fixture
-def no_cache() -> Iterator[None]:
-    """JAX cannot read back what it compiled for a chip that is not there, but keeps it."""
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()
-    yield
-    jax.config.update("jax_enable_compilation_cache", True)
-    compilation_cache.reset_cache()
-
-
 @pytest.fixture(params=["v5e", "v6e"])
-def sharding(
-    request: pytest.FixtureRequest,
-    monkeypatch: pytest.MonkeyPatch,
-    no_cache: None,  # noqa: ARG001
-) -> SingleDeviceSharding:
-    """One chip that is not there; the variables keep libtpu from asking the cloud about it."""
-    device.configure()
-    machine = {
-        "SKIP_MDS_QUERY": "1",
-        "ACCELERATOR_TYPE": "v5litepod-4",
-        "WORKER_HOSTNAMES": "localhost",
-        "WORKER_ID": "0",
-    }
-    for name, value in machine.items():
-        monkeypatch.setenv(f"TPU_{name}", value)
-    name = f"{request.param}:1x1"
-    topology = topologies.get_topology_desc(platform="tpu", topology_name=name, chips_per_host_bounds=(1, 1, 1))
-    return SingleDeviceSharding(topology.devices[0])
+def sharding(request: pytest.FixtureRequest) -> Iterator[SingleDeviceSharding]:
+    """One chip that is not there."""
+    with aot.no_cache():
+        yield SingleDeviceSharding(aot.find_chips(f"{request.param}:1x1")[0])
 
 
 def shaped(sharding: SingleDeviceSharding, *shape: int, dtype: Any = jnp.bfloat16) -> Any:

@@ -66,8 +66,8 @@ def compile_steps(weights: ModelWeights, target: str, options: ModelOptions) -> 
     """
     dtype = options.dtype or "bfloat16"
     config = weights.config
-    with _no_cache():
-        mesh = make_mesh(_chips(target), options.dp, options.tp)
+    with no_cache():
+        mesh = make_mesh(find_chips(target), options.dp, options.tp)
 
         def array(*shape: int, dtype: Any = jnp.int32, spec: P = WHOLE) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
@@ -93,8 +93,12 @@ def compile_steps(weights: ModelWeights, target: str, options: ModelOptions) -> 
 
 
 @contextmanager
-def _no_cache() -> Generator[None]:
-    """JAX cannot read back what it compiled for a chip that is not there, but would keep it."""
+def no_cache() -> Generator[None]:
+    """JAX cannot read back what it compiled for a chip that is not there, but would keep it.
+
+    Yields:
+        While nothing is kept.
+    """
     configure()
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()
@@ -105,7 +109,18 @@ def _no_cache() -> Generator[None]:
         compilation_cache.reset_cache()
 
 
-def _chips(target: str) -> list[Device]:
+def find_chips(target: str) -> list[Device]:
+    """Chips to compile for.
+
+    Args:
+        target: As in ``v5e:2x4``.
+
+    Returns:
+        All of them; nothing can be put there.
+
+    Raises:
+        BackendError: The compiler is not installed, or does not know the target.
+    """
     if find_spec("libtpu") is None:
         raise BackendError("compile: needs the TPU compiler, which is not installed; pip install 'llmq[tpu]'.")
     for name, value in _MACHINE.items():
