@@ -152,7 +152,7 @@ class TorchTrainer:
         """Run what was only recorded so far, where the device compiles what it runs."""
         if not self._is_traced:
             return
-        self._looking = None  # what was seen would be among the results, and the next program another one
+        self._looking = None  # a program that begins with what was seen would be another one
         for matrix in self._model.matrices():
-            matrix.look(quantized=False)
+            matrix.look(quantized=False)  # nor is that kept among the results
         xla.launch()
