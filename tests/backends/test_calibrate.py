@@ -1,5 +1,7 @@
 """Both calibrators against the reference's own linears."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -80,6 +82,47 @@ def test_a_batch_of_a_short_and_a_long_sequence_adds_up(weights: ModelWeights, b
     for name, moments in together.items():
         total = alone[0][name] + alone[1][name]
         np.testing.assert_allclose(moments, total, rtol=0, atol=2e-6 * np.abs(total).max(), err_msg=name)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> ModelWeights:
+    return load_weights(str(write_tiny(tmp_path_factory.mktemp("calibrate") / "m", num_hidden_layers=2)))
+
+
+@pytest.mark.parametrize("backend", ["gpu", "tpu"])
+def test_neighbors_on_either_side_change_nothing(llama: ModelWeights, backend: str) -> None:
+    """Whatever stands before or behind a short sequence where sequences are packed or padded."""
+    weights = llama
+    calibrator = load_backend(backend).open_calibrator(weights, OPTIONS, 1)
+    short, long = sequences(3, 61)
+    expected = all_moments(calibrator, weights, [long, short, long])
+    for tokens in ([short, long, long], [long, long, short]):
+        found = all_moments(calibrator, weights, tokens)
+        for name, moments in expected.items():
+            np.testing.assert_allclose(found[name], moments, rtol=0, atol=2e-6 * np.abs(moments).max(), err_msg=name)
+
+
+def test_what_stands_in_padding_is_in_no_result(llama: ModelWeights) -> None:
+    """JAX pads sequences at their ends; here with large numbers."""
+    weights = llama
+    calibrator = load_backend("tpu").open_calibrator(weights, OPTIONS, 1)
+    start = calibrator.start(sequences(3, 61))
+    (clean,) = start.batches
+    noise = np.random.default_rng(1).normal(0, 100, clean.hidden_BND.shape).astype(np.float32)
+    filled = replace(clean, hidden_BND=np.where(np.asarray(clean.valid_BN)[..., None], clean.hidden_BND, noise))
+    found: list[list[np.ndarray]] = []
+    streams = []
+    for stream in (start, start._replace(batches=[filled])):
+        moments = []
+        for layer in range(weights.config.num_layers):
+            for stage in range(len(STAGES) + 1):
+                stream = calibrator.advance(stream, block(weights, layer), stage)
+                if stage < len(STAGES):
+                    moments.append(calibrator.moments(stream, stream))
+        found.append(moments)
+        streams.append(stream)
+    assert all((one == other).all() for one, other in zip(*found, strict=True))
+    assert calibrator.divergence(*streams) == 0.0
 
 
 def test_torch_moments_have_the_same_bits_on_any_number_of_threads(weights: ModelWeights) -> None:

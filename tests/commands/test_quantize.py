@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -82,6 +83,22 @@ def test_a_trained_checkpoint_needs_no_options_and_allows_no_others(text: Path, 
     assert "symmetric=False: the checkpoint was trained for True" in refused("quantize", path, "--asym")
     found = refused("quantize", path, "--algorithm", "gptq", "--dataset", text)
     assert found.startswith("algorithm='gptq': the checkpoint was trained for the nearest codes")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["cpu", "tpu"])
+def test_one_core_and_all_of_them_write_the_same_bytes(source: Path, text: Path, tmp_path: Path, backend: str) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2 or shutil.which("taskset") is None:
+        pytest.skip("takes two cores, and taskset to leave one of them out")
+    options = ("--dataset", text, "--num-samples", 12, "--seq-len", 200, "--backend", backend, "--device", "cpu")
+    written = []
+    for prefix in (["taskset", "-c", cores[0]], [], []):
+        out = tmp_path / str(len(written))
+        command = [*prefix, sys.executable, "-m", "llmq", "quantize", source, "-o", out, *options]
+        subprocess.run([*map(str, command)], stderr=subprocess.PIPE, check=True)
+        written.append((out / "model.safetensors").read_bytes())
+    assert written[0] == written[1] == written[2]
 
 
 @pytest.mark.slow
