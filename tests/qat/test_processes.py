@@ -146,10 +146,11 @@ def test_two_processes_of_two_devices_train_as_one(sources: tuple[Path, Path], t
     }
     processes = [subprocess.Popen(command, env={**shared, "JAX_PROCESS_ID": str(rank)}) for rank in range(2)]
     try:
-        assert [process.wait(200) for process in processes] == [0, 0]
+        assert [process.wait(400) for process in processes] == [0, 0]
     finally:
         for process in processes:
             process.kill()  # one waits for the other
+            process.wait()
     assert json.loads((tmp_path / "four" / "llmq.json").read_bytes())["result"]["device"].startswith("4 x cpu")
     check_alike(tmp_path, "one", "four", plan_run(wanted).schemes)
     assert [path.name for path in (tmp_path / "four-copy.qat").glob("step*")] == ["step-00000004.safetensors"]
