@@ -93,7 +93,7 @@ def quantize_to_divergence(
             if any(done.num_bytes == taken for done in search.rounds):
                 break
             quantize(mixed, options, search.candidate, replace(run, force=True), sensitivity=costs(table))
-            search.add(Round(planned, _measure(plan, options, search.candidate), taken))
+            search.add(Round(planned, measure_artifact(plan, options, search.candidate), taken))
         best = best_round(search.rounds, bound)
         if best is not None:
             swap(search.best, output.resolve())
@@ -219,8 +219,17 @@ class _Search:
         self._held.remove()
 
 
-def _measure(plan: ConversionPlan, options: QuantizeOptions, artifact: Path) -> float:
-    """The divergence of an artifact's predictions from the source's, on held-out text."""
+def measure_artifact(plan: ConversionPlan, options: QuantizeOptions, artifact: Path) -> float:
+    """How far an artifact's predictions diverge from the source's, on held-out text.
+
+    Args:
+        plan: Of the source.
+        options: The dataset, and what to run on.
+        artifact: Made from the source.
+
+    Returns:
+        Mean KL divergence in nats a token.
+    """
     assert options.dataset is not None
     _, text = hold_out(read_dataset(options.dataset, options.num_tokens))
     weights, quantized = load_weights(plan.model), load_weights(str(artifact))

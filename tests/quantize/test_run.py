@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -13,14 +14,14 @@ from llmq.backends.registry import load_backend
 from llmq.checkpoint.loader import ModelWeights, load_weights
 from llmq.checkpoint.record import read_record
 from llmq.config import Override, QuantizationConfig
-from llmq.convert import convert, plan_conversion
+from llmq.convert import ConversionPlan, convert, plan_conversion
 from llmq.errors import CheckpointError, ConfigError, OutputError
 from llmq.model.names import STAGES, Kind
 from llmq.model.tokenizer import Tokenizer
 from llmq.quant import QTensor
 from llmq.quantize import blocks
 from llmq.quantize.blocks import QuantizedBlock, read_block
-from llmq.quantize.bounded import Round, best_round, next_planned, quantize_to_divergence
+from llmq.quantize.bounded import Round, best_round, measure_artifact, next_planned, quantize_to_divergence
 from llmq.quantize.data import calibration_sequences
 from llmq.quantize.mixed import plan_mixed
 from llmq.quantize.options import ALGORITHMS, QuantizeOptions, Target
@@ -247,6 +248,31 @@ def test_a_target_is_met_and_stages_are_alike(
             "model.layers.0.self_attn.{q_proj,k_proj,v_proj}",
             "model.layers.0.self_attn.o_proj",
         ]
+
+
+@pytest.mark.slow
+def test_a_mix_diverges_less_than_one_scheme_of_as_many_bits(text: Path, tmp_path: Path) -> None:
+    """On a model in which some linears matter more than others."""
+    config = tiny_config(num_hidden_layers=3)
+    tensors = random_tensors(config)
+    tensors["model.layers.1.mlp.down_proj.weight"] *= np.float32(8.0).astype(ml_dtypes.bfloat16)
+    source = write_checkpoint(tmp_path / "source", config, tensors)
+    for name, contents in byte_tokenizer_files().items():
+        (source / name).write_bytes(contents)
+    chosen = options(text, target=Target(bits=4.5))
+    plan = plan_conversion(str(source), CONFIG)
+    mixed = plan_mixed(plan, chosen, tmp_path / "mixed")
+
+    def num_bytes(plan: ConversionPlan) -> int:
+        return sum(row.stored_bytes for row in plan.coverage if row.kind is Kind.LINEAR)
+
+    assert 0.99 * num_bytes(plan) < num_bytes(mixed.plan) <= num_bytes(plan)
+    found = {}
+    for name, each in (("uniform", plan), ("mixed", mixed.plan)):
+        quantize(each, chosen, tmp_path / name)
+        found[name] = measure_artifact(plan, chosen, tmp_path / name)
+    assert found["mixed"] < 0.95 * found["uniform"], found
+    assert 0.5 * found["mixed"] < mixed.kl < 2 * found["mixed"]
 
 
 def test_a_divergence_out_of_reach_is_refused(source: Path, text: Path, table: Path, tmp_path: Path) -> None:
