@@ -243,6 +243,8 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """``x / sqrt(mean(x^2) + eps) * weight`` in float32, rounded once; `x` itself without a weight."""
     if weight is None:
         return x
+    if weight.dtype is x.dtype:
+        return F.rms_norm(x, weight.shape, weight, eps)
     return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
 
 
