@@ -404,7 +404,8 @@ class Calibrator(Protocol):
 
         Args:
             stream: At the stage before; it stays valid.
-            block: The layer's tensors. Codes are dequantized to the compute type.
+            block: Tensors of the layer that the stream is at: it counts those it has left, for layers may attend
+                in different ways. Codes are dequantized to the compute type.
             stage: From 0 to ``len(STAGES)``.
 
         Returns:
