@@ -1,5 +1,6 @@
 """Whole runs on a tiny model: the same bytes however they come about, and what is refused."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -399,7 +400,7 @@ def test_a_target_out_of_reach_is_refused(source: Path, text: Path, tmp_path: Pa
 
 
 def peak_bytes(source: Path, text: Path, output: Path) -> int:
-    """Peak memory of a process that quantizes."""
+    """Peak memory of a process that quantizes, whose allocator gives back every array of a MB or more."""
     code = f"""if True:
         import resource
         from pathlib import Path
@@ -412,7 +413,8 @@ def peak_bytes(source: Path, text: Path, output: Path) -> int:
         quantize(plan_conversion({str(source)!r}, config), options, Path({str(output)!r}))
         print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
     """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     return int(done.stdout)
 
 
@@ -432,7 +434,7 @@ def test_memory_grows_with_the_block_and_not_with_the_layers(text: Path, tmp_pat
             (source / name).write_bytes(contents)
         peaks[num_layers, width] = peak_bytes(source, text, tmp_path / f"out-{num_layers}x{width}")
     block = 16 * 512 * 512 * 2
-    assert peaks[12, 512] - peaks[4, 512] < 4 * block  # what was added is 8 blocks, and 16 in float32
+    assert peaks[12, 512] - peaks[4, 512] < block  # what was added is 8 blocks, and 16 in float32
     assert peaks[4, 1024] - peaks[4, 512] > 4 * block
 
 
