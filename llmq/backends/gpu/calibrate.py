@@ -15,6 +15,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 import torch.nn.functional as F
+from threadpoolctl import threadpool_limits
 from torch import Tensor
 
 from llmq.backends.base import ModelOptions
@@ -106,7 +107,8 @@ class TorchCalibrator:
     def moments(self, left: Stream, right: Stream) -> np.ndarray:
         """See `base.Calibrator.moments`."""
         pairs = list(zip(left.chunks, right.chunks, strict=True))
-        lanes = self._map(_moments, [pairs[lane::_NUM_LANES] for lane in range(min(_NUM_LANES, len(pairs)))])
+        with threadpool_limits(1, user_api="blas"):  # of NumPy: a product's bits depend on their number
+            lanes = self._map(_moments, [pairs[lane::_NUM_LANES] for lane in range(min(_NUM_LANES, len(pairs)))])
         total, *others = lanes
         for lane in others:
             total += lane
@@ -227,5 +229,13 @@ def _moments(pairs: Sequence[tuple[Chunk, Chunk]]) -> np.ndarray:
     num_features, device = pairs[0][0].inputs_MI.shape[1], pairs[0][0].inputs_MI.device
     total_II = torch.zeros(num_features, num_features, dtype=torch.float64, device=device)
     for left, right in pairs:
-        total_II += left.inputs_MI.float().T @ right.inputs_MI.float()
+        total_II += _product(left.inputs_MI.float(), right.inputs_MI.float(), symmetric=left is right)
     return total_II.cpu().numpy()
+
+
+def _product(left_MI: Tensor, right_MI: Tensor, *, symmetric: bool) -> Tensor:
+    """``left^T right``. Of a symmetric one NumPy's BLAS computes half, which torch's does not."""
+    if symmetric and left_MI.device.type == "cpu":
+        array_MI = left_MI.numpy()
+        return torch.from_numpy(array_MI.T @ array_MI)
+    return left_MI.T @ right_MI
