@@ -253,7 +253,7 @@ ARCHITECTURES = {
     "gemma3": {
         **GEMMA3,
         "query_pre_attn_scalar": 64,
-        "layer_types": None,
+        "sliding_window_pattern": None,
         "rope_local_base_freq": None,
         "num_hidden_layers": 7,
         "rope_scaling": None,

@@ -267,11 +267,11 @@ class TestCommand:
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "LLMQ_API_KEY": ""},
         )  # fmt: skip
         try:
-            deadline = time.monotonic() + 30
+            deadline = time.monotonic() + 60
             while len(server.bodies) < 4 and time.monotonic() < deadline:
                 time.sleep(0.05)
             process.send_signal(signal.SIGINT)
-            stdout, stderr = process.communicate(timeout=20)
+            stdout, stderr = process.communicate(timeout=50)  # of the 60 seconds it was told
         finally:
             process.kill()
         assert process.returncode == 0, stderr
