@@ -90,6 +90,18 @@ class Place:
         return (seen_t <= row) & ((seen_t < self.shared) | of_parent | (seen_t >= first))
 
 
+def whole_blocks(max_len: int) -> int:
+    """Positions of a slot, rounded up to blocks.
+
+    Args:
+        max_len: As asked for.
+
+    Returns:
+        A multiple of `BLOCK`.
+    """
+    return -(-max_len // BLOCK) * BLOCK
+
+
 def empty_cache(config: ModelConfig, num_slots: int, max_len: int, dtype: jax.typing.DTypeLike) -> Cache:
     """A cache of zeros.
 
@@ -102,7 +114,7 @@ def empty_cache(config: ModelConfig, num_slots: int, max_len: int, dtype: jax.ty
     Returns:
         The cache.
     """
-    num_positions = -(-max_len // BLOCK) * BLOCK
+    num_positions = whole_blocks(max_len)
     shape = (config.num_layers, num_slots, num_positions, config.num_kv_heads, config.head_dim)
     stored = [jnp.zeros(shape, dtype) for _ in range(2)]
     return Cache(*stored, *(jnp.zeros(shape[:-1]) for _ in range(2) if dtype == "int8"))

@@ -6,14 +6,13 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import PartitionSpec as P
 
 from llmq.backends.base import Caps, ComputeType, ModelOptions, Run, Scores, SlotSampling, Stats, StepHandle, StepOut
 from llmq.backends.sampling import SlotRules
 from llmq.backends.tpu.cache import Cache, copy_slot, empty_cache
 from llmq.backends.tpu.device import Device, num_compiles
 from llmq.backends.tpu.load import ACCELERATOR_LAYOUTS, CPU_LAYOUTS, load_params
-from llmq.backends.tpu.mesh import cache_specs, check_weights, make_mesh, shardings, whole
+from llmq.backends.tpu.mesh import cache_specs, check_weights, make_mesh, replicated, shardings, whole
 from llmq.backends.tpu.model import decode, forward, logits, scores
 from llmq.backends.tpu.rows import CHUNK_SIZES, Rows, chunks, place_runs
 from llmq.backends.tpu.slots import (
@@ -87,7 +86,7 @@ class JaxModel:
         # On its device by name: arrays that JAX may move are other arguments to it, compiled once more.
         empty = partial(_empty, self._config, self.caps)
         cache, slots = jax.eval_shape(empty)
-        specs = cache_specs(cache, options.tp), jax.tree.map(lambda _: P(), slots)
+        specs = cache_specs(cache, options.tp), replicated(slots)
         self._init = jax.jit(empty, out_shardings=shardings(mesh, specs))
         weights_size = sum(leaf.on_device_size_in_bytes() for leaf in jax.tree.leaves(self._params))
         state_size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(jax.eval_shape(self._init)))

@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from llmq.backends.tpu.cache import BLOCK
+from llmq.backends.tpu.cache import whole_blocks
 from llmq.backends.tpu.linear import DenseLinear, EinsumLinear, Linear, QuantizedLinear, ScanLinear
 from llmq.backends.tpu.mesh import TP, layer_specs, put, table_specs
 from llmq.backends.tpu.model import Layer, Params
@@ -66,7 +66,7 @@ def load_params(
         segments.append(_stacked(segment, weights.config, mesh))
     embedding = loader.table(EMBEDDING)
     head = None if weights.config.tie_embeddings else loader.table(LM_HEAD)
-    rest = (embedding, loader.norm(FINAL_NORM), head, *rotary_tables(weights.config, _whole_blocks(max_len)))
+    rest = (embedding, loader.norm(FINAL_NORM), head, *rotary_tables(weights.config, whole_blocks(max_len)))
     specs = (table_specs(embedding), P(), head and table_specs(head), P(), P())
     embedding, final_norm_D, head, cos_ATh, sin_ATh = jax.tree.map(
         lambda leaf, spec: put(leaf, mesh, spec), rest, specs
@@ -99,7 +99,7 @@ def outline_params(weights: ModelWeights, layouts: Layouts, dtype: str, max_len:
         layer = loader.layer(first)
         segments.append(jax.tree.map(partial(_shaped, 1 + len(others)), layer))
     head = None if config.tie_embeddings else loader.table(LM_HEAD)
-    rest = (loader.table(EMBEDDING), loader.norm(FINAL_NORM), head, *rotary_tables(config, _whole_blocks(max_len)))
+    rest = (loader.table(EMBEDDING), loader.norm(FINAL_NORM), head, *rotary_tables(config, whole_blocks(max_len)))
     embedding, final_norm_D, head, cos_ATh, sin_ATh = jax.tree.map(_shaped_alone, rest)
     return Params(embedding, tuple(segments), final_norm_D, head, cos_ATh, sin_ATh)
 
@@ -110,10 +110,6 @@ def _shaped(num_layers: int, leaf: np.ndarray) -> jax.ShapeDtypeStruct:
 
 def _shaped_alone(leaf: np.ndarray) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-
-
-def _whole_blocks(max_len: int) -> int:
-    return -(-max_len // BLOCK) * BLOCK
 
 
 class _Loader:

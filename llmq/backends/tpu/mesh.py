@@ -7,7 +7,8 @@ compiler finds the collectives: two sums a layer. One device is a mesh of one.
 Shape letters: as in `linear`, `table` and `cache`; a segment's leaves have an axis of layers in front.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from llmq.backends.tpu.cache import Cache
-from llmq.backends.tpu.linear import DenseLinear, EinsumLinear, Leaf, Linear, ScanLinear
+from llmq.backends.tpu.linear import DenseLinear, EinsumLinear, Leaf, ScanLinear
 from llmq.backends.tpu.model import Layer, Params
 from llmq.backends.tpu.table import DenseTable, EinsumTable, ScanTable, Table
 from llmq.checkpoint.loader import ModelWeights
@@ -107,24 +108,16 @@ def layer_specs(layer: Layer, config: ModelConfig, tp: int) -> Layer:
     Returns:
         The same tree, of specs.
     """
-    whole = jax.tree.map(lambda _: P(), layer)
-    outputs, inputs = (lambda linear: _by_outputs(linear)), (lambda linear: _by_inputs(linear, tp))
-    by_heads: Callable[[Linear], Linear] = outputs if config.num_kv_heads % tp == 0 else _whole
-    return Layer(
-        attention_norm_D=whole.attention_norm_D,
-        q=outputs(layer.q),
+    by_heads = _by_outputs if config.num_kv_heads % tp == 0 else replicated
+    return replace(
+        replicated(layer),
+        q=_by_outputs(layer.q),
         k=by_heads(layer.k),
         v=by_heads(layer.v),
-        q_norm_h=whole.q_norm_h,
-        k_norm_h=whole.k_norm_h,
-        o=inputs(layer.o),
-        mlp_norm_D=whole.mlp_norm_D,
-        gate=outputs(layer.gate),
-        up=outputs(layer.up),
-        down=inputs(layer.down),
-        attended_norm_D=whole.attended_norm_D,
-        out_norm_D=whole.out_norm_D,
-        attention=whole.attention,
+        o=_by_inputs(layer.o, tp),
+        gate=_by_outputs(layer.gate),
+        up=_by_outputs(layer.up),
+        down=_by_inputs(layer.down, tp),
     )
 
 
@@ -138,7 +131,7 @@ def _by_inputs(linear: Any, tp: int) -> Any:
     if isinstance(linear, DenseLinear):
         return DenseLinear(P(TP), bias)
     if isinstance(linear, ScanLinear):  # of one device: its blocks come one after the other
-        return _whole(linear)
+        return replicated(linear)
     assert isinstance(linear, EinsumLinear)
     by_groups = linear.scale_GO.shape[0] % tp == 0
     grid = P(TP) if by_groups else P()
@@ -146,7 +139,15 @@ def _by_inputs(linear: Any, tp: int) -> Any:
     return EinsumLinear(P(TP) if by_groups else P(None, TP), grid, zero, bias)
 
 
-def _whole(tree: Any) -> Any:
+def replicated(tree: Any) -> Any:
+    """What every device holds whole.
+
+    Args:
+        tree: Of arrays, or of their shapes.
+
+    Returns:
+        The same tree, of specs.
+    """
     return jax.tree.map(lambda _: P(), tree)
 
 
