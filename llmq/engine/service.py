@@ -154,7 +154,7 @@ class EngineService:
         try:
             while num_open:
                 for event in await mailbox.take():
-                    num_open -= isinstance(event, Delta) and event.finish_reason is not None
+                    num_open -= _is_end(event)
                     yield event
         finally:
             with self._lock:
@@ -236,8 +236,10 @@ class EngineService:
                     self._state = "ready"
             while self._obey():
                 failed = [(i, QueueTimeoutError(_TIMEOUT)) for i in self._engine.expire()]
-                self._deliver([*failed, *self._engine.step()])
-                self._note_status(force=not self._engine.has_work)
+                news = [*failed, *self._engine.step()]
+                # Before its reader hears of an end, so that he finds it in the status.
+                self._note_status(force=any(_is_end(item) for _, item in news) or not self._engine.has_work)
+                self._deliver(news)
         except BaseException as err:
             self._end("dead", err)
             if self.on_death is not None:
@@ -300,6 +302,10 @@ class EngineService:
 
 
 _TIMEOUT = "queue: the request has waited too long for a slot; try again later."
+
+
+def _is_end(item: Event | Exception) -> bool:
+    return isinstance(item, Exception) or (isinstance(item, Delta) and item.finish_reason is not None)
 
 
 def _put(items: list[tuple[Mailbox, Event | Exception]]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from llmq.backends.base import Stats
 from llmq.engine.engine import EngineLimits
 from llmq.engine.mailbox import coalesce
 from llmq.engine.request import Delta, PromptDone, Request
@@ -86,6 +87,19 @@ class TestAnswers:
         with Service(FakeModel(step_seconds=0.001)) as service:
             run(main())
             assert service.state == "ready"
+
+    def test_whoever_heard_of_the_end_finds_it_in_the_status(self) -> None:
+        class SlowToCount(FakeModel):
+            def stats(self) -> Stats:
+                time.sleep(0.02)
+                return super().stats()
+
+        async def main() -> None:
+            await gather(service, ask("ab", n=2))
+            assert is_idle(service)
+
+        with Service(SlowToCount()) as service:
+            run(main())
 
     def test_pieces_come_as_they_are_made(self) -> None:
         async def main() -> None:
