@@ -10,7 +10,7 @@ import asyncio
 import queue
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal, ParamSpec, TypeVar
@@ -273,7 +273,7 @@ class EngineService:
         if force or now - self._status_time > _STATUS_EVERY:
             self._status, self._status_time = self._engine.status(), now
 
-    def _deliver(self, news: list[tuple[str, Event | Exception]]) -> None:
+    def _deliver(self, news: Sequence[tuple[str, Event | Exception]]) -> None:
         """Hand events and errors over, in one call for each event loop."""
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Mailbox, Event | Exception]]] = {}
         for request_id, item in news:
