@@ -49,9 +49,12 @@ StepHandle = Any
 #: Alternatives that a step can report beside the sampled token.
 MAX_TOP_LOGPROBS = 20
 
-ComputeType = Literal["bfloat16", "float32"]
+#: Types that a model is trained and calibrated in: float16 lacks the range of what comes up there.
+TrainingType = Literal["bfloat16", "float32"]
 
-CacheType = Literal["bfloat16", "float32", "int8"]
+ComputeType = Literal["bfloat16", "float16", "float32"]
+
+CacheType = Literal["bfloat16", "float16", "float32", "int8"]
 
 #: What computes: JAX, torch on its own devices, or torch on XLA's.
 RuntimeName = Literal["jax", "torch", "torch_xla"]
@@ -413,15 +416,28 @@ class Calibrator(Protocol):
         """
         ...
 
-    def moments(self, left: Stream, right: Stream) -> np.ndarray:
+    def moments(self, stream: Stream) -> np.ndarray:
         """Second moments of what the linears of the current stage read.
 
         Args:
-            left: A stream of this calibrator.
-            right: Another at the same stage, or the same.
+            stream: Of this calibrator.
 
         Returns:
-            float64 `[I, I]`, the sum over all tokens of ``left[token] right[token]^T``.
+            float64 `[I, I]`, the sum over all tokens of ``x x^T``.
+        """
+        ...
+
+    def drift(self, before: Stream, stream: Stream, scale_I: np.ndarray | None = None) -> np.ndarray:
+        """How what the linears read has moved, against what they read.
+
+        Args:
+            before: Where it was, at the same stage.
+            stream: Where it is.
+            scale_I: float32, what features of `stream` were divided by on purpose; None where they were not.
+
+        Returns:
+            float64 `[I, I]`, the sum over all tokens of ``(x_before / scale - x) x^T``. The difference is rounded to the
+            compute type first.
         """
         ...
 
@@ -512,7 +528,7 @@ class TrainOptions:
 
     device: str | None = None
     runtime: RuntimeName | None = None
-    dtype: ComputeType | None = None
+    dtype: TrainingType | None = None
     mesh: tuple[int, int] | None = None
     max_len: int = 2048
     schemes: Mapping[str, Scheme] = field(default_factory=lambda: MappingProxyType({}))

@@ -51,8 +51,8 @@ def bench_model(
             ("batch_sizes", batch_sizes, 1),
         )
     )
-    if dtype not in (None, "bfloat16", "float32"):
-        raise ConfigError(f"dtype={dtype!r}: must be bfloat16 or float32.")
+    if dtype not in (None, "bfloat16", "float16", "float32"):
+        raise ConfigError(f"dtype={dtype!r}: must be bfloat16, float16 or float32.")
     if kv_cache_dtype not in ("auto", "int8"):
         raise ConfigError(f"kv_cache_dtype={kv_cache_dtype!r}: must be auto or int8.")
     from llmq.backends import speed

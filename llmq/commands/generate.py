@@ -48,8 +48,8 @@ def generate(
     from llmq.checkpoint.loader import load_weights
     from llmq.model.tokenizer import Tokenizer
 
-    if dtype not in (None, "bfloat16", "float32"):
-        raise ConfigError(f"dtype={dtype!r}: must be bfloat16 or float32.")
+    if dtype not in (None, "bfloat16", "float16", "float32"):
+        raise ConfigError(f"dtype={dtype!r}: must be bfloat16, float16 or float32.")
     if kv_cache_dtype not in ("auto", "int8"):
         raise ConfigError(f"kv_cache_dtype={kv_cache_dtype!r}: must be auto or int8.")
     if prompt is not None and prompts_file is not None:

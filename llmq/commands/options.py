@@ -82,7 +82,9 @@ Device = Annotated[
 DType = Annotated[
     str | None,
     typer.Option(
-        "--dtype", help="Compute type: bfloat16 or float32. Default: what the device is good at.", show_default=False
+        "--dtype",
+        help="Compute type: bfloat16 or float32, to run a model on torch also float16. Default: what the device is good at.",
+        show_default=False,
     ),
 ]
 KvCacheDtype = Annotated[

@@ -18,7 +18,7 @@ _ROUND = 64
 BYTES_PER_LOGIT = 32
 
 #: Type -> bytes of an element.
-ITEM_BYTES: MappingProxyType[str, int] = MappingProxyType({"bfloat16": 2, "float32": 4, "int8": 1})
+ITEM_BYTES: MappingProxyType[str, int] = MappingProxyType({"bfloat16": 2, "float16": 2, "float32": 4, "int8": 1})
 
 
 def bytes_per_token(config: ModelConfig, kv_dtype: str) -> int:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 import yaml
 from pydantic import Field, FiniteFloat, model_validator
 
-from llmq.backends.base import ComputeType, OptimizerName, RuntimeName
+from llmq.backends.base import OptimizerName, RuntimeName, TrainingType
 from llmq.config import Frozen, QuantizationConfig, validated
 from llmq.errors import ConfigError
 
@@ -136,7 +136,7 @@ class Recipe(Frozen):
     eval_every: _Count | None = None
     baseline: bool = False
     seed: Annotated[int, Field(ge=0)] = 0
-    dtype: ComputeType | None = None
+    dtype: TrainingType | None = None
     activation_checkpointing: bool = False
     save_every: _Count | None = None
     keep: _Count = 1

@@ -8,7 +8,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from llmq.backends.base import ComputeType
+from llmq.backends.base import TrainingType
 from llmq.config import Frozen, validated
 from llmq.errors import ConfigError
 
@@ -126,7 +126,7 @@ class QuantizeOptions(Frozen):
     seed: Annotated[int, Field(ge=0, lt=1 << 32)] = 0
     backend: str = "auto"
     device: str | None = None
-    dtype: ComputeType | None = None
+    dtype: TrainingType | None = None
     target: Target = Target()
     sensitivity: Path | None = None
 

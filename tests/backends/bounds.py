@@ -3,8 +3,8 @@
 A float32 sum of n terms in any order errs by at most (n - 1) * 2^-24 of the sum of magnitudes in
 the worst case, and by 4 * sqrt(n) * 2^-24 with roundings that do not conspire (Higham and Mary
 2019). An output is a sum of I products, G scaled groups and G zeros, so n = I + 2 * G. In bfloat16
-the weight and the result are each rounded once more, by 2^-9 of what is rounded. The magnitudes
-are those that are really added: |x| * (|values| * scale + |zero|).
+the weight and the result are each rounded once more, by 2^-9 of what is rounded; in float16 by 2^-12,
+or by 2^-25 where that is more, below its normal numbers. The magnitudes are those that are really added: |x| * (|values| * scale + |zero|).
 """
 
 import numpy as np
@@ -25,7 +25,12 @@ def magnitudes(weight: np.ndarray | QTensor) -> np.ndarray:
 
 
 def assert_accumulation_only(
-    y: np.ndarray, x: np.ndarray, weight: np.ndarray | QTensor, bias: np.ndarray | None = None, bfloat16: bool = False
+    y: np.ndarray,
+    x: np.ndarray,
+    weight: np.ndarray | QTensor,
+    bias: np.ndarray | None = None,
+    bfloat16: bool = False,
+    float16: bool = False,
 ) -> None:
     """Hold ``y = x @ weight.T + bias`` against float64."""
     x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
@@ -33,5 +38,7 @@ def assert_accumulation_only(
     exact = x @ reference_weight(weight).T + added
     magnitude = np.abs(x) @ magnitudes(weight).T + np.abs(added)
     num_terms = weight.shape[-1] + (2 * weight.scale.shape[-1] if isinstance(weight, QTensor) else 0)
-    bound = 4 * np.sqrt(num_terms) * 2.0**-24 + (2.0**-8 if bfloat16 else 0.0)
-    assert (np.abs(y - exact) <= bound * magnitude).all(), np.max(np.abs(y - exact) / magnitude) / bound
+    bound = 4 * np.sqrt(num_terms) * 2.0**-24 + (2.0**-8 if bfloat16 else 2.0**-11 if float16 else 0.0)
+    smallest = 2.0**-25 * (np.abs(x).sum(axis=1, keepdims=True) + 1) if float16 else 0.0
+    allowed = bound * magnitude + smallest
+    assert (np.abs(y - exact) <= allowed).all(), np.max(np.abs(y - exact) / allowed)

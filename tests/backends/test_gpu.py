@@ -14,7 +14,11 @@ from llmq.backends.base import ComputeType, ModelOptions, SlotSampling
 from llmq.backends.gpu.backend import GPUBackend
 from llmq.backends.gpu.rows import row_counts
 from llmq.backends.gpu.threads import Threads, choose_threads
+from llmq.backends.registry import load_backend
 from llmq.checkpoint.loader import load_weights
+from llmq.config import QuantizationConfig
+from llmq.errors import BackendError
+from tests.backends.quantized import QuantizedWeights
 from tests.backends.test_contract import assert_rows_stand_alone
 from tests.tiny import write_tiny
 
@@ -29,7 +33,7 @@ def two_threads() -> Iterator[None]:
 
 @pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("kv_int8", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_a_row_depends_on_itself_alone_with_two_threads(dtype: ComputeType, kv_int8: bool, tmp_path: Path) -> None:
     weights = load_weights(str(write_tiny(tmp_path / "m", num_hidden_layers=2, num_key_value_heads=4)))
     options = ModelOptions(device="cpu", dtype=dtype, num_slots=5, max_len=140, kv_int8=kv_int8)
@@ -43,6 +47,23 @@ def test_a_row_of_a_real_model_depends_on_itself_alone(smollm2_int4: Path, kv_in
     options = ModelOptions(device="cpu", num_slots=8, max_len=300, kv_int8=kv_int8)
     model = GPUBackend().open_model(load_weights(str(smollm2_int4)), options)
     assert_rows_stand_alone(model, [3, 126, 260])
+
+
+@pytest.mark.parametrize("kv_int8", [False, True])
+def test_float16(kv_int8: bool, tmp_path: Path) -> None:
+    """Runs like float32 to three digits on torch; who does not compute in it says so."""
+    plain = load_weights(str(write_tiny(tmp_path / "m", num_hidden_layers=2)))
+    weights = QuantizedWeights(plain, QuantizationConfig(scheme="int4_blockwise"))
+    tokens, logits = np.arange(1, 40, dtype=np.int32), {}
+    for dtype in ("float16", "float32"):
+        options = ModelOptions(device="cpu", dtype=dtype, max_len=64, kv_int8=kv_int8)
+        model = GPUBackend().open_model(weights, options)
+        assert (model.caps.dtype, model.caps.kv_dtype) == (dtype, "int8" if kv_int8 else dtype)
+        _, logits[dtype] = model.extend(model.init_state(), 0, tokens, 0, want_logits=True)
+    assert 0 < np.abs(logits["float16"] - logits["float32"]).max() < 4e-3 * np.abs(logits["float32"]).max()
+    for other in ("tpu", "reference"):
+        with pytest.raises(BackendError, match="dtype='float16': "):
+            load_backend(other).open_model(weights, ModelOptions(device="cpu", dtype="float16"))
 
 
 class Kernels:
@@ -150,7 +171,11 @@ _LOAD = """
 import sys, torch
 from llmq.backends.base import ModelOptions
 from llmq.backends.gpu.backend import GPUBackend
+from llmq.backends.registry import load_backend
 from llmq.checkpoint.loader import load_weights
+from llmq.config import QuantizationConfig
+from llmq.errors import BackendError
+from tests.backends.quantized import QuantizedWeights
 
 def resident(name):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(name)) * 1024

@@ -17,6 +17,7 @@ from llmq.backends.gpu.linear import (
     make_linear,
 )
 from llmq.config import SCHEMES, Granularity, Scheme
+from llmq.errors import BackendError
 from llmq.quant import QTensor, dequantize, quantize
 from tests.backends.bounds import assert_accumulation_only
 
@@ -86,6 +87,16 @@ def test_widths_on_which_the_int8_kernel_fails_do_not_reach_it(num_features: int
     assert isinstance(linear, DenseLinear)
     x, y = apply(linear, np.random.default_rng(0).standard_normal((3, num_features)).astype(np.float32), torch.bfloat16)
     assert_accumulation_only(y, x, weight, bfloat16=True)
+
+
+def test_weights_beyond_float16_are_refused() -> None:
+    weight = np.full((16, 32), 70000.0, ml_dtypes.bfloat16)
+    sentence = "dtype='float16': the model holds weights beyond 65504; use bfloat16 or float32."
+    for stored in (weight, quantize(weight, SCHEMES["int8_per_channel"])):
+        with pytest.raises(BackendError) as refused:
+            make_linear(stored, None, CPU, torch.float16)
+        assert str(refused.value) == sentence
+    assert torch.isfinite(make_linear(weight, None, CPU, torch.bfloat16)(torch.ones(1, 32, dtype=torch.bfloat16))).all()
 
 
 def test_int4_takes_four_bits_in_memory() -> None:
@@ -199,17 +210,18 @@ def sweep(num_features: tuple[int, ...], num_rows: tuple[int, ...], dtype: torch
                         x = torch.randn(rows, width, generator=torch.Generator().manual_seed(rows)).to(dtype)
                         for is_run in (False, True):
                             y = linear(x, is_run).float().numpy()
-                            assert_accumulation_only(y, x.float().numpy(), weight, bfloat16=dtype is torch.bfloat16)
+                            half = {"bfloat16": dtype is torch.bfloat16, "float16": dtype is torch.float16}
+                            assert_accumulation_only(y, x.float().numpy(), weight, **half)
                     num_right += 1
     return num_right
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_every_grid(dtype: torch.dtype) -> None:
     assert sweep((72, 576), (1, 7, 129), dtype) == 16
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_every_grid_on_every_width_and_number_of_rows(dtype: torch.dtype) -> None:
     assert sweep((64, 72, 576, 1000, 1001, 11008), (1, 2, 7, 8, 33, 129, 512), dtype) == 56

@@ -46,7 +46,7 @@ def test_a_model_is_measured_on_both_backends(backend: str, tmp_path: Path) -> N
         ("--prompt-lens 1,x", "prompt_lens='1,x': must be whole numbers from 1 on"),
         ("--gen-lens 1", "gen_lens='1': must be whole numbers from 2 on"),
         ("--batch-sizes 0", "batch_sizes='0': must be whole numbers from 1 on"),
-        ("--dtype int3", "dtype='int3': must be bfloat16 or float32"),
+        ("--dtype int3", "dtype='int3': must be bfloat16, float16 or float32"),
         ("--kv-cache-dtype int3", "kv_cache_dtype='int3': must be auto or int8"),
         ("--prompt-lens 100000", "100128 tokens are more than the model's context"),
     ],

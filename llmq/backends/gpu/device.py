@@ -10,7 +10,11 @@ from llmq.backends.base import ComputeType, Memory, ModelOptions, Probe
 from llmq.backends.host import host_memory
 from llmq.errors import BackendError
 
-DTYPES: dict[ComputeType, torch.dtype] = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+DTYPES: dict[ComputeType, torch.dtype] = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
 
 #: tinygemm needs bfloat16 tensor cores.
 MIN_CUDA_CAPABILITY = (8, 0)

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llmq.backends.gpu import tinygemm, xla
+from llmq.errors import BackendError
 from llmq.quant import QTensor, dequantize
 
 #: By bits: from how many rows of a run on a dense product, with the weight dequantized for it, beats the
@@ -36,6 +37,26 @@ def to_tensor(array: np.ndarray) -> Tensor:
     if array.dtype == ml_dtypes.bfloat16:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
+
+
+def to_compute(array: np.ndarray, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """A weight in the compute type, on its device.
+
+    Args:
+        array: Any dtype of a checkpoint.
+        device: Where.
+        dtype: Compute type.
+
+    Returns:
+        The tensor.
+
+    Raises:
+        BackendError: A weight is beyond the range of float16.
+    """
+    tensor = to_tensor(array)
+    if dtype is torch.float16 and tensor.numel() and float(tensor.abs().max()) > torch.finfo(dtype).max:
+        raise BackendError("dtype='float16': the model holds weights beyond 65504; use bfloat16 or float32.")
+    return tensor.to(device=device, dtype=dtype)
 
 
 class Linear:
@@ -251,17 +272,20 @@ def make_linear(
 
     Returns:
         The layer.
+
+    Raises:
+        BackendError: See `to_compute`.
     """
-    bias_O = None if bias is None else to_tensor(bias).to(device=device, dtype=dtype)
+    bias_O = None if bias is None else to_compute(bias, device, dtype)
     if not isinstance(weight, QTensor):
-        return DenseLinear(to_tensor(weight).to(device=device, dtype=dtype), bias_O)
+        return DenseLinear(to_compute(weight, device, dtype), bias_O)
     if device.type == "xla":
         return XlaLinear(weight, bias_O, device, dtype)
     refuse = tinygemm.refusal if weight.num_bits == 4 else int8_refusal
     reason = refuse(weight, device, dtype)
     if reason:
-        dense = to_tensor(dequantize(weight, str(dtype).removeprefix("torch.")))
-        return DenseLinear(dense.to(device), bias_O, f"int{weight.num_bits} dequantized at load: {reason}")
+        dense = to_compute(dequantize(weight), device, dtype)
+        return DenseLinear(dense, bias_O, f"int{weight.num_bits} dequantized at load: {reason}")
     if weight.num_bits == 4:
         return Int4Linear(weight, bias_O, device)
     return Int8Linear(weight, bias_O, device, dtype)
@@ -285,6 +309,9 @@ def make_joined(
 
     Returns:
         A layer whose outputs stand behind one another.
+
+    Raises:
+        BackendError: See `to_compute`.
     """
     present = [bias for bias in biases if bias is not None]
     if len({_storage(weight) for weight in weights}) > 1 or len(present) not in (0, len(weights)):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from llmq.backends.gpu.attention import Place
 from llmq.backends.gpu.device import release_freed_memory
-from llmq.backends.gpu.linear import Linear, make_joined, make_linear, to_tensor
+from llmq.backends.gpu.linear import Linear, make_joined, make_linear, to_compute, to_tensor
 from llmq.checkpoint.loader import ModelWeights
 from llmq.model.config import ModelConfig
 from llmq.model.names import EMBEDDING, FINAL_NORM, LM_HEAD, STAGES, layer_norms, layer_prefix, norm_factor
@@ -45,7 +45,7 @@ class Embedding:
             values, scale = to_tensor(weight.values).to(device), to_tensor(weight.scale).to(device)
             self._weight: Tensor | QTensor = QTensor(values, scale, zero, weight.num_bits)
         else:
-            self._weight = to_tensor(weight).to(device=device, dtype=dtype)
+            self._weight = to_compute(weight, device, dtype)
 
     def __call__(self, tokens_M: Tensor) -> Tensor:
         """Look up.
@@ -223,8 +223,7 @@ def norm_weight(weights: ModelWeights, name: str, device: torch.device, dtype: t
 
 def norm_tensor(config: ModelConfig, weight: np.ndarray, device: torch.device, dtype: torch.dtype) -> Tensor:
     """As `norm_weight`, of an array."""
-    factor = to_tensor(norm_factor(config, weight))
-    return factor.to(device=device, dtype=torch.float32 if config.norm_offset else dtype)
+    return to_compute(norm_factor(config, weight), device, torch.float32 if config.norm_offset else dtype)
 
 
 def rotations(config: ModelConfig, num_positions: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:

@@ -55,6 +55,10 @@ class JaxModel:
         device = devices[0]
         on_cpu = device.platform == "cpu"
         dtype: ComputeType = options.dtype or ("float32" if on_cpu else "bfloat16")
+        if dtype == "float16":
+            raise BackendError(
+                "dtype='float16': the tpu backend computes in bfloat16 or float32; use one of them, or --backend gpu."
+            )
         if on_cpu and dtype == "bfloat16":
             raise BackendError(
                 "dtype='bfloat16': JAX has no fast bfloat16 product on the cpu; use float32 or --backend cpu."
