@@ -59,6 +59,9 @@ CacheType = Literal["bfloat16", "float16", "float32", "int8"]
 #: What computes: JAX, torch on its own devices, or torch on XLA's.
 RuntimeName = Literal["jax", "torch", "torch_xla"]
 
+#: A kernel of its own for linears that a backend has beside the one it chooses.
+KernelName = Literal["pallas"]
+
 #: AdamW, its moments in float32 or in 8 bits.
 OptimizerName = Literal["adamw", "adamw8bit"]
 
@@ -76,6 +79,7 @@ class ModelOptions:
         num_threads: Threads that compute, where the framework can be told; None lets the model choose.
         dp: Groups of devices, each with slots of its own.
         tp: Devices of a group, which compute each layer together.
+        kernel: Of linears with codes; None takes what the device is known to be fast with.
     """
 
     device: str | None = None
@@ -86,6 +90,7 @@ class ModelOptions:
     num_threads: int | None = None
     dp: int = 1
     tp: int = 1
+    kernel: KernelName | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,8 +34,8 @@ DAMPING = 0.01
 #: Features whose errors are passed on together.
 _BLOCK = 128
 
-#: Rows solved together: enough for BLAS, few enough for a cache.
-_PIECE_ROWS = 256
+#: Most rows solved together: each step is a few calls for all of them, and threads share out the pieces.
+_PIECE_ROWS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +69,22 @@ class Moments:
         # With H = R R^T, R upper triangular, the inverse of R is the wanted factor.
         reverse_I = order_I[::-1]
         root_II = np.linalg.cholesky(damped_II[np.ix_(reverse_I, reverse_I)])[::-1, ::-1]
-        factor_II = scipy.linalg.solve_triangular(root_II, np.eye(len(root_II)))
+        factor_II, failed = scipy.linalg.lapack.dtrtri(root_II)
+        assert not failed, "a Cholesky factor has a positive diagonal"
         return cls(damped_II.astype(np.float32), order_I, np.ascontiguousarray(factor_II, dtype=np.float32))
+
+    def divide(self, left_OI: np.ndarray) -> np.ndarray:
+        """``X H^-1``, with the damped H.
+
+        Args:
+            left_OI: float32, X.
+
+        Returns:
+            float32 `[O, I]`.
+        """
+        divided_OI = np.empty_like(left_OI)
+        divided_OI[:, self.order_I] = left_OI[:, self.order_I] @ self.factor_II.T @ self.factor_II
+        return divided_OI
 
 
 def damp(moments_II: np.ndarray, damping: float = DAMPING) -> np.ndarray:
@@ -117,15 +131,15 @@ def solve(
         The codes and their grid.
     """
 
-    def piece(first: int) -> tuple[np.ndarray, ...]:
-        rows = slice(first, first + _PIECE_ROWS)
+    def piece(rows: slice) -> tuple[np.ndarray, ...]:
         weight_IO = np.ascontiguousarray(weight_OI[rows].T)
         scale_GO = np.ascontiguousarray(scale_OG[rows].T)
         zero_GO = None if zero_OG is None else np.ascontiguousarray(zero_OG[rows].T)
         codes_IO = round_with_feedback(weight_IO, scale_GO, zero_GO, moments, scheme)
         return descend(weight_IO, codes_IO, scale_GO, zero_GO, moments.damped_II, scheme, num_sweeps)
 
-    pieces = list(pool.map(piece, range(0, len(weight_OI), _PIECE_ROWS)))
+    bounds = np.linspace(0, len(weight_OI), -(-len(weight_OI) // _PIECE_ROWS) + 1).astype(int).tolist()
+    pieces = list(pool.map(piece, map(slice, bounds, bounds[1:])))
     codes_OI, scale_OG, *zero = (np.concatenate(part, axis=1).T for part in zip(*pieces, strict=True))
     stored = dtype_of(np, scheme.scale_dtype)
     return QTensor(

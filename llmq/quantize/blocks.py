@@ -89,11 +89,10 @@ def quantize_blocks(
             names = [f"{linear}.weight" for linear in linears if f"{linear}.weight" in mine]
             if done or not names:
                 continue
-            moments_II, cross_II = calibrator.moments(stream, stream), calibrator.moments(before, stream)
-            if stage in scales:
-                cross_II /= scales[stage][:, None]
+            moments_II = calibrator.moments(stream)
+            drift_II = calibrator.drift(before, stream, scales.get(stage)) if algorithm.feedback else None
             with threadpool_limits(1, user_api="blas"):
-                solver = Solver(moments_II, algorithm, pool, cross_II)
+                solver = Solver(moments_II, algorithm, pool, drift_II)
                 for name in names:
                     weight = block[name]
                     assert isinstance(weight, np.ndarray), name
@@ -124,7 +123,7 @@ class Solver:
         moments_II: Of the stage's input.
         algorithm: How.
         pool: Threads.
-        cross_II: Of the input in the unquantized model with it; None where that is the same.
+        drift_II: Of the input from that of the unquantized model, against the input; None where they are the same.
     """
 
     def __init__(
@@ -132,15 +131,14 @@ class Solver:
         moments_II: np.ndarray,
         algorithm: Algorithm,
         pool: ThreadPoolExecutor,
-        cross_II: np.ndarray | None = None,
+        drift_II: np.ndarray | None = None,
     ) -> None:
-        self._moments_II, self._grid, self._pool = moments_II, algorithm.grid, pool
-        self._moments, self._correction_II = None, None
-        if algorithm.feedback:
-            self._moments = Moments.of(moments_II)
-        if algorithm.feedback and cross_II is not None:
-            drift_II = (cross_II - moments_II) * (len(moments_II) / max(np.trace(moments_II), _TINY))
-            self._correction_II = CORRECTION * np.linalg.solve(damp(moments_II), drift_II.T).T
+        self._grid, self._pool, self._drift_II = algorithm.grid, pool, None
+        mean = np.float64(np.trace(moments_II) / len(moments_II)) or np.float64(1.0)
+        self._moments_II = (moments_II / mean).astype(np.float32)
+        self._moments = Moments.of(moments_II) if algorithm.feedback else None
+        if drift_II is not None:
+            self._drift_II = (drift_II * (CORRECTION / mean)).astype(np.float32)
 
     def __call__(self, weight_OI: np.ndarray, scheme: Scheme) -> tuple[QTensor, float]:
         """Choose codes.
@@ -153,8 +151,8 @@ class Solver:
             The codes, and the error of the output relative to the output.
         """
         target_OI = weight_OI
-        if self._correction_II is not None:
-            target_OI = (weight_OI + weight_OI.astype(np.float64) @ self._correction_II).astype(np.float32)
+        if self._drift_II is not None and self._moments is not None:
+            target_OI = weight_OI + self._moments.divide(weight_OI @ self._drift_II)
         scale_OG, zero_OG = search_grid(target_OI, scheme, self._grid, self._pool)
         if self._moments is None:
             codes = on_grid(target_OI, scale_OG, zero_OG, scheme)
@@ -164,11 +162,9 @@ class Solver:
 
     def _error(self, weight_OI: np.ndarray, codes: QTensor) -> float:
         """Norm of the output's error over that of the output."""
-        weight = weight_OI.astype(np.float64)
-        error = weight - dequantize(codes).astype(np.float64)
-        squared, lost = (float(np.vdot(matrix @ self._moments_II, matrix)) for matrix in (weight, error))
-        return (lost / squared) ** 0.5 if squared > 0.0 else 0.0
-
-
-#: Keeps the quotient of two zeros finite.
-_TINY = 1e-300
+        error_OI = weight_OI - dequantize(codes)
+        squared, lost = (
+            float(np.multiply(matrix_OI @ self._moments_II, matrix_OI).sum(dtype=np.float64))
+            for matrix_OI in (weight_OI, error_OI)
+        )
+        return (max(lost, 0.0) / squared) ** 0.5 if squared > 0.0 else 0.0

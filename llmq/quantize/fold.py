@@ -60,7 +60,7 @@ def fold_block(
         is_norm = maker.endswith("norm")
         if not all(name in schemes for name in names) or not (is_norm or f"{maker}.weight" in schemes):
             continue
-        moments_II = calibrator.moments(stream, stream)
+        moments_II = calibrator.moments(stream)
         shared = (config.num_kv_heads, config.num_heads // config.num_kv_heads, config.head_dim)
         sharing = shared if maker == "self_attn.v_proj" else (1, 1, len(moments_II))
         with threadpool_limits(1, user_api="blas"):

@@ -119,7 +119,7 @@ def measure_sensitivity(
         block = read_block(weights, index)
         for stage, linears in enumerate(STAGES):
             stream = calibrator.advance(stream, block, stage)
-            moments_II = calibrator.moments(stream, stream)
+            moments_II = calibrator.moments(stream)
             names = [f"{linear}.weight" for linear in linears]
             with threadpool_limits(1, user_api="blas"):
                 rows = list(_schemes(config, moments_II))

@@ -46,7 +46,7 @@ def all_moments(calibrator: Calibrator, weights: ModelWeights, tokens: list[np.n
         for stage in range(len(STAGES) + 1):
             stream = calibrator.advance(stream, block(weights, layer), stage)
             if stage < len(STAGES):
-                moments = calibrator.moments(stream, stream)
+                moments = calibrator.moments(stream)
                 found.update({layer_prefix(layer) + linear: moments for linear in STAGES[stage]})
     return found
 
@@ -118,7 +118,7 @@ def test_what_stands_in_padding_is_in_no_result(llama: ModelWeights) -> None:
             for stage in range(len(STAGES) + 1):
                 stream = calibrator.advance(stream, block(weights, layer), stage)
                 if stage < len(STAGES):
-                    moments.append(calibrator.moments(stream, stream))
+                    moments.append(calibrator.moments(stream))
         found.append(moments)
         streams.append(stream)
     assert all((one == other).all() for one, other in zip(*found, strict=True))

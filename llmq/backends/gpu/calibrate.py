@@ -15,7 +15,6 @@ from typing import TypeVar
 import numpy as np
 import torch
 import torch.nn.functional as F
-from threadpoolctl import threadpool_limits
 from torch import Tensor
 
 from llmq.backends.base import ModelOptions
@@ -31,6 +30,9 @@ _CHUNK_TOKENS = 2048
 
 #: Partial sums of second moments. Fixed, because the order of addition must not depend on threads.
 _NUM_LANES = 4
+
+#: Rows of a symmetric product computed at once, so that little more than half of it is.
+_GRAM_ROWS = 256
 
 #: Rows of logits compared at once.
 _HEAD_ROWS = 256
@@ -104,15 +106,22 @@ class TorchCalibrator:
         chunks = self._map(lambda chunk: run(chunk, tensors, stream.layer), stream.chunks)
         return Stream(chunks, stream.layer + leaves)
 
-    def moments(self, left: Stream, right: Stream) -> np.ndarray:
+    def moments(self, stream: Stream) -> np.ndarray:
         """See `base.Calibrator.moments`."""
-        pairs = list(zip(left.chunks, right.chunks, strict=True))
-        with threadpool_limits(1, user_api="blas"):  # of NumPy: a product's bits depend on their number
-            lanes = self._map(_moments, [pairs[lane::_NUM_LANES] for lane in range(min(_NUM_LANES, len(pairs)))])
-        total, *others = lanes
-        for lane in others:
-            total += lane
-        return total
+        upper_II = self._sum(_upper_gram, [chunk.inputs_MI for chunk in stream.chunks])
+        return np.triu(upper_II) + np.triu(upper_II, 1).T
+
+    def drift(self, before: Stream, stream: Stream, scale_I: np.ndarray | None = None) -> np.ndarray:
+        """See `base.Calibrator.drift`."""
+        divisor_I = None if scale_I is None else torch.from_numpy(scale_I).to(self._device)
+
+        def product(inputs: tuple[Tensor, Tensor]) -> Tensor:
+            before_MI, now_MI = inputs
+            expected_MI = before_MI if divisor_I is None else before_MI / divisor_I
+            return (expected_MI - now_MI).to(now_MI.dtype).T @ now_MI
+
+        pairs = zip(before.chunks, stream.chunks, strict=True)
+        return self._sum(product, [(ours.inputs_MI, theirs.inputs_MI) for ours, theirs in pairs])
 
     def divergence(self, baseline: Stream, stream: Stream) -> float:
         """See `base.Calibrator.divergence`."""
@@ -185,6 +194,20 @@ class TorchCalibrator:
         dense = dequantize(weight) if isinstance(weight, QTensor) else weight
         return to_tensor(dense).to(device=self._device, dtype=self._dtype)
 
+    def _sum(self, product: Callable[[T], Tensor], items: Sequence[T]) -> np.ndarray:
+        """Sum of a matrix over chunks, float64, in an order that does not depend on threads."""
+
+        def lane(first: int) -> np.ndarray:
+            total = product(items[first]).double()
+            for item in items[first + _NUM_LANES :: _NUM_LANES]:
+                total += product(item)
+            return total.cpu().numpy()
+
+        total, *others = self._map(lane, range(min(_NUM_LANES, len(items))))
+        for other in others:
+            total += other
+        return total
+
     def _map(self, function: Callable[[T], R], items: Iterable[T]) -> list[R]:
         """Apply to every item, each on one thread."""
 
@@ -224,18 +247,10 @@ def _attend(q_THh: Tensor, k_TKh: Tensor, v_TKh: Tensor, window: int | None, sca
     return out_HTh.transpose(0, 1).flatten(1)
 
 
-def _moments(pairs: Sequence[tuple[Chunk, Chunk]]) -> np.ndarray:
-    """Sum of outer products over tokens, `[I, I]` in float64."""
-    num_features, device = pairs[0][0].inputs_MI.shape[1], pairs[0][0].inputs_MI.device
-    total_II = torch.zeros(num_features, num_features, dtype=torch.float64, device=device)
-    for left, right in pairs:
-        total_II += _product(left.inputs_MI.float(), right.inputs_MI.float(), symmetric=left is right)
-    return total_II.cpu().numpy()
-
-
-def _product(left_MI: Tensor, right_MI: Tensor, *, symmetric: bool) -> Tensor:
-    """``left^T right``. Of a symmetric one NumPy's BLAS computes half, which torch's does not."""
-    if symmetric and left_MI.device.type == "cpu":
-        array_MI = left_MI.numpy()
-        return torch.from_numpy(array_MI.T @ array_MI)
-    return left_MI.T @ right_MI
+def _upper_gram(inputs_MI: Tensor) -> Tensor:
+    """``x^T x`` in float32 where it is not below the diagonal; further down some of it is 0."""
+    x_MI = inputs_MI.float()
+    gram_II = x_MI.new_zeros(x_MI.shape[1], x_MI.shape[1])
+    for first in range(0, len(gram_II), _GRAM_ROWS):
+        gram_II[first : first + _GRAM_ROWS, first:] = x_MI[:, first : first + _GRAM_ROWS].T @ x_MI[:, first:]
+    return gram_II

@@ -97,12 +97,15 @@ class JaxCalibrator:
         advance = partial(_advance, self._config, self._dtype, (stage, kind), tensors, rotation)
         return JaxStream([advance(batch) for batch in stream.batches], stream.layer + (stage == len(STAGES)))
 
-    def moments(self, left: JaxStream, right: JaxStream) -> np.ndarray:
+    def moments(self, stream: JaxStream) -> np.ndarray:
         """See `base.Calibrator.moments`."""
-        total = np.float64(0.0)
-        for ours, theirs in zip(left.batches, right.batches, strict=True):
-            total = total + np.asarray(_moments(ours, theirs), np.float64)
-        return np.asarray(total)
+        return sum((np.asarray(_moments(batch), np.float64) for batch in stream.batches), np.float64(0.0))
+
+    def drift(self, before: JaxStream, stream: JaxStream, scale_I: np.ndarray | None = None) -> np.ndarray:
+        """See `base.Calibrator.drift`."""
+        divisor_I = None if scale_I is None else jax.device_put(scale_I, self._device)
+        pairs = zip(before.batches, stream.batches, strict=True)
+        return sum((np.asarray(_drift(*pair, divisor_I), np.float64) for pair in pairs), np.float64(0.0))
 
     def divergence(self, baseline: JaxStream, stream: JaxStream) -> float:
         """See `base.Calibrator.divergence`."""
@@ -211,10 +214,21 @@ def _attended(
 
 
 @jax.jit
-def _moments(left: Batch, right: Batch) -> jax.Array:
+def _moments(batch: Batch) -> jax.Array:
+    inputs_BNI = batch.inputs_BNI.astype(jnp.float32)
+    return _outer(jnp.where(batch.valid_BN[..., None], inputs_BNI, 0), inputs_BNI)
+
+
+@jax.jit
+def _drift(before: Batch, batch: Batch, divisor_I: jax.Array | None) -> jax.Array:
+    expected_BNI = before.inputs_BNI if divisor_I is None else before.inputs_BNI / divisor_I
+    moved_BNI = (expected_BNI - batch.inputs_BNI).astype(batch.inputs_BNI.dtype)
+    return _outer(jnp.where(batch.valid_BN[..., None], moved_BNI, 0), batch.inputs_BNI)
+
+
+def _outer(left_BNI: jax.Array, right_BNI: jax.Array) -> jax.Array:
     with precision("float32"):
-        left_MI = jnp.where(left.valid_BN[..., None], left.inputs_BNI, 0).astype(jnp.float32)
-        return jnp.einsum("BNI,BNJ->IJ", left_MI, right.inputs_BNI.astype(jnp.float32))
+        return jnp.einsum("BNI,BNJ->IJ", left_BNI.astype(jnp.float32), right_BNI.astype(jnp.float32))
 
 
 @partial(jax.jit, static_argnames=("config", "dtype"))
