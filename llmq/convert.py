@@ -29,6 +29,7 @@ from llmq.config import QuantizationConfig
 from llmq.errors import AlreadyQuantizedError, ArtifactError, CheckpointError
 from llmq.model.config import ModelConfig
 from llmq.quant.fidelity import Fidelity
+from llmq.quant.qtensor import QTensor
 from llmq.quant.rows import NonFiniteWeightError, PackedMatrix, finite, quantize_rows
 
 #: Makes what is stored of a tensor: codes where the row has a scheme, else an array.
@@ -317,12 +318,12 @@ def damaged(name: str) -> CheckpointError:
     )
 
 
-def finite_weight(name: str, weight: np.ndarray) -> np.ndarray:
+def finite_weight(name: str, weight: np.ndarray | QTensor) -> np.ndarray:
     """A linear's weight in float32.
 
     Args:
         name: Of the tensor, for messages.
-        weight: From the source.
+        weight: From the source, not quantized yet.
 
     Returns:
         float32.
@@ -330,6 +331,7 @@ def finite_weight(name: str, weight: np.ndarray) -> np.ndarray:
     Raises:
         CheckpointError: It is NaN, infinite or far too large somewhere.
     """
+    assert not isinstance(weight, QTensor), name
     try:
         return finite(weight)
     except NonFiniteWeightError as err:

@@ -21,7 +21,7 @@ _PIECE_ELEMENTS = 1 << 16
 Grid = tuple[np.ndarray, "np.ndarray | None"]
 
 
-def search_grid(weight_OI: np.ndarray, scheme: Scheme, method: str, pool: ThreadPoolExecutor) -> Grid:
+def search_grid(weight_OI: np.ndarray, scheme: Scheme, method: str, pool: ThreadPoolExecutor | None = None) -> Grid:
     """Choose the grid of every group.
 
     Args:
@@ -29,7 +29,7 @@ def search_grid(weight_OI: np.ndarray, scheme: Scheme, method: str, pool: Thread
         scheme: Its group size is settled.
         method: ``nearest`` takes the extremes, ``mse`` the least squared error of weights and of their sum,
             ``hqq`` few large errors.
-        pool: Threads to use. Their number does not change a bit of the result.
+        pool: Threads to use instead of this one. No bit of the result depends on them.
 
     Returns:
         float32 scale and zero `[O, G]` as they would be stored; zero is None when symmetric.
@@ -38,7 +38,8 @@ def search_grid(weight_OI: np.ndarray, scheme: Scheme, method: str, pool: Thread
     num_rows = max(1, _PIECE_ELEMENTS // weight_OI.shape[1])
     weight_OGg = weight_OI.reshape(len(weight_OI), -1, size)
     pieces = [weight_OGg[first : first + num_rows] for first in range(0, len(weight_OI), num_rows)]
-    scales, zeros = zip(*pool.map(lambda piece: _METHODS[method](piece, scheme), pieces), strict=True)
+    found = (pool.map if pool else map)(lambda piece: _METHODS[method](piece, scheme), pieces)
+    scales, zeros = zip(*found, strict=True)
     return np.concatenate(scales), None if scheme.symmetric else np.concatenate(zeros)
 
 

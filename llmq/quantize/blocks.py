@@ -23,7 +23,7 @@ from llmq.config import Scheme
 from llmq.convert import finite_weight
 from llmq.model.names import STAGES, layer_prefix
 from llmq.quant import QTensor, dequantize
-from llmq.quant.gptq import Moments, damp, solve
+from llmq.quant.gptq import Moments, solve
 from llmq.quant.search import on_grid, search_grid
 from llmq.quantize.fold import fold_block
 from llmq.quantize.options import Algorithm
@@ -33,6 +33,9 @@ Block = dict[str, "np.ndarray | QTensor"]
 
 #: How far targets follow the difference between the streams. 1 would be exact, and fit noise.
 CORRECTION = 0.5
+
+#: Most rows solved together: each step is a few calls for all of them, and threads share out the pieces.
+_PIECE_ROWS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +95,10 @@ def quantize_blocks(
             moments_II = calibrator.moments(stream)
             drift_II = calibrator.drift(before, stream, scales.get(stage)) if algorithm.feedback else None
             with threadpool_limits(1, user_api="blas"):
-                solver = Solver(moments_II, algorithm, pool, drift_II)
-                for name in names:
-                    weight = block[name]
-                    assert isinstance(weight, np.ndarray), name
-                    weight_OI = finite_weight(prefix + name, weight)
-                    block[name], errors[name] = solver(weight_OI, mine[name])
+                solver = Solver(moments_II, algorithm, drift_II)
+                asked = {name: (finite_weight(prefix + name, block[name]), mine[name]) for name in names}
+                for name, (codes, error) in solver(asked, pool).items():
+                    block[name], errors[name] = codes, error
         changed = {name: tensor for name, tensor in block.items() if tensor is not source[name]}
         yield done or QuantizedBlock(index, changed, errors)
 
@@ -117,54 +118,89 @@ def read_block(weights: ModelWeights, index: int) -> Block:
 
 
 class Solver:
-    """Quantizes the linears of a stage; BLAS must be kept at one thread.
+    """Quantizes the linears of a stage.
 
     Args:
         moments_II: Of the stage's input.
         algorithm: How.
-        pool: Threads.
         drift_II: Of the input from that of the unquantized model, against the input; None where they are the same.
     """
 
-    def __init__(
-        self,
-        moments_II: np.ndarray,
-        algorithm: Algorithm,
-        pool: ThreadPoolExecutor,
-        drift_II: np.ndarray | None = None,
-    ) -> None:
-        self._grid, self._pool, self._drift_II = algorithm.grid, pool, None
+    def __init__(self, moments_II: np.ndarray, algorithm: Algorithm, drift_II: np.ndarray | None = None) -> None:
+        self._grid, self._drift_II = algorithm.grid, None
         mean = np.float64(np.trace(moments_II) / len(moments_II)) or np.float64(1.0)
         self._moments_II = (moments_II / mean).astype(np.float32)
         self._moments = Moments.of(moments_II) if algorithm.feedback else None
         if drift_II is not None:
             self._drift_II = (drift_II * (CORRECTION / mean)).astype(np.float32)
 
-    def __call__(self, weight_OI: np.ndarray, scheme: Scheme) -> tuple[QTensor, float]:
-        """Choose codes.
+    def __call__(
+        self, linears: Mapping[str, tuple[np.ndarray, Scheme]], pool: ThreadPoolExecutor
+    ) -> dict[str, tuple[QTensor, float]]:
+        """Choose codes. BLAS must be kept at one thread.
 
         Args:
-            weight_OI: float32.
-            scheme: Their grid.
+            linears: Weights, float32 `[O, I]`, each with its grid.
+            pool: Threads, which share out pieces of rows. Their number does not change a bit of the result.
 
         Returns:
-            The codes, and the error of the output relative to the output.
+            Of each linear the codes, and the error of the output relative to the output.
         """
+        pieces = [(name, rows) for name, (weight_OI, _) in linears.items() for rows in _pieces(len(weight_OI))]
+        solved = pool.map(lambda piece: self._solve(linears[piece[0]][0][piece[1]], linears[piece[0]][1]), pieces)
+        parts: dict[str, list[_Rows]] = {name: [] for name in linears}
+        for (name, _), rows in zip(pieces, solved, strict=True):
+            parts[name].append(rows)
+        return {name: (_joined([part.codes for part in rows]), _error(rows)) for name, rows in parts.items()}
+
+    def _solve(self, weight_OI: np.ndarray, scheme: Scheme) -> "_Rows":
         target_OI = weight_OI
         if self._drift_II is not None and self._moments is not None:
             target_OI = weight_OI + self._moments.divide(weight_OI @ self._drift_II)
-        scale_OG, zero_OG = search_grid(target_OI, scheme, self._grid, self._pool)
+        scale_OG, zero_OG = search_grid(target_OI, scheme, self._grid)
         if self._moments is None:
             codes = on_grid(target_OI, scale_OG, zero_OG, scheme)
         else:
-            codes = solve(target_OI, scale_OG, zero_OG, self._moments, scheme, self._pool)
-        return codes, self._error(weight_OI, codes)
+            codes = solve(target_OI, scale_OG, zero_OG, self._moments, scheme)
+        return _Rows(codes, self._squared(weight_OI), self._squared(weight_OI - dequantize(codes)))
 
-    def _error(self, weight_OI: np.ndarray, codes: QTensor) -> float:
-        """Norm of the output's error over that of the output."""
-        error_OI = weight_OI - dequantize(codes)
-        squared, lost = (
-            float(np.multiply(matrix_OI @ self._moments_II, matrix_OI).sum(dtype=np.float64))
-            for matrix_OI in (weight_OI, error_OI)
-        )
-        return (max(lost, 0.0) / squared) ** 0.5 if squared > 0.0 else 0.0
+    def _squared(self, matrix_OI: np.ndarray) -> float:
+        """What it makes of the inputs, squared and summed."""
+        return float(np.multiply(matrix_OI @ self._moments_II, matrix_OI).sum(dtype=np.float64))
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Some rows of a linear, solved.
+
+    Attributes:
+        codes: Theirs.
+        whole: Their outputs, squared and summed.
+        lost: The errors of these, likewise.
+    """
+
+    codes: QTensor
+    whole: float
+    lost: float
+
+
+def _pieces(num_rows: int) -> list[slice]:
+    """Rows in pieces of about the same size."""
+    bounds = np.linspace(0, num_rows, -(-num_rows // _PIECE_ROWS) + 1).astype(int).tolist()
+    return list(map(slice, bounds, bounds[1:]))
+
+
+def _joined(parts: Sequence[QTensor]) -> QTensor:
+    zeros = [part.zero for part in parts if part.zero is not None]
+    return QTensor(
+        values=np.concatenate([part.values for part in parts]),
+        scale=np.concatenate([part.scale for part in parts]),
+        zero=np.concatenate(zeros) if zeros else None,
+        num_bits=parts[0].num_bits,
+    )
+
+
+def _error(parts: Sequence[_Rows]) -> float:
+    """Norm of the output's error over that of the output."""
+    whole, lost = sum(part.whole for part in parts), sum(part.lost for part in parts)
+    return (max(lost, 0.0) / whole) ** 0.5 if whole > 0.0 else 0.0

@@ -64,7 +64,7 @@ def fold_block(
         shared = (config.num_kv_heads, config.num_heads // config.num_kv_heads, config.head_dim)
         sharing = shared if maker == "self_attn.v_proj" else (1, 1, len(moments_II))
         with threadpool_limits(1, user_api="blas"):
-            rows = [(_finite(prefix + name, folded[name]), schemes[name]) for name in names]
+            rows = [(finite_weight(prefix + name, folded[name]), schemes[name]) for name in names]
             scale_I = choose_scales(rows, moments_II, sharing, method, pool)
         scales[stage] = scale_I = _divide(folded, maker, scale_I, sharing, config.norm_offset)
         folded.update({name: weight_OI * scale_I for name, (weight_OI, _) in zip(names, rows, strict=True)})
@@ -98,8 +98,3 @@ def _divide(
         assert isinstance(bias, np.ndarray)
         block[f"{maker}.bias"] = (bias.astype(np.float32) / scale_O).astype(bias.dtype)
     return scale_I
-
-
-def _finite(name: str, weight: np.ndarray | QTensor) -> np.ndarray:
-    assert isinstance(weight, np.ndarray)
-    return finite_weight(name, weight)

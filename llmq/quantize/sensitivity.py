@@ -126,8 +126,9 @@ def measure_sensitivity(
                 candidates = [_candidate(block, names, moments_II, row, algorithm.grid, pool) for row in rows]
                 coarsest = rows[0][1]
                 assert coarsest is not None
-                solver = Solver(moments_II, algorithm, pool)
-                changed: Block = {name: solver(_finite(block, name), coarsest)[0] for name in names}
+                worst = {name: (finite_weight(layer_prefix(index) + name, block[name]), coarsest) for name in names}
+                solved = Solver(moments_II, algorithm)(worst, pool)
+                changed: Block = {name: codes for name, (codes, _) in solved.items()}
             kl = calibrator.divergence(baseline, _through(calibrator, weights, held, changed, index))
             table.append(
                 Sensitivity(
@@ -169,19 +170,13 @@ def _candidate(
             num_bytes += source.nbytes
             errors[tensor.removesuffix(".weight")] = 0.0
             continue
-        weight_OI = _finite(block, tensor)
+        weight_OI = finite_weight(tensor, block[tensor])
         codes = on_grid(weight_OI, *search_grid(weight_OI, scheme, method, pool), scheme)
         weight, error = weight_OI.astype(np.float64), (weight_OI - dequantize(codes)).astype(np.float64)
         whole, lost = (float(np.vdot(matrix @ moments_II, matrix)) for matrix in (weight, error))
         errors[tensor.removesuffix(".weight")] = lost / whole if whole > 0.0 else 0.0
         num_bytes += sum(map(entry_bytes, entries(tensor, weight_OI.shape, scheme).values()))
     return Candidate(name, scheme and scheme.group_size, num_bytes, errors, 0.0)
-
-
-def _finite(block: Block, name: str) -> np.ndarray:
-    weight = block[name]
-    assert isinstance(weight, np.ndarray)
-    return finite_weight(name, weight)
 
 
 def _with_kl(candidate: Candidate, coarsest: Candidate, kl: float) -> Candidate:

@@ -32,7 +32,7 @@ _CHUNK_TOKENS = 2048
 _NUM_LANES = 4
 
 #: Rows of a symmetric product computed at once, so that little more than half of it is.
-_GRAM_ROWS = 256
+_GRAM_ROWS = 128
 
 #: Rows of logits compared at once.
 _HEAD_ROWS = 256
