@@ -306,8 +306,7 @@ _TINY = np.float32(1e-30)
 
 
 def _clipped(codes_O: np.ndarray, scheme: Scheme) -> np.ndarray:
-    """`np.clip`, with a fraction of its cost for a few hundred codes."""
-    return np.minimum(np.maximum(codes_O, np.float32(scheme.qmin)), np.float32(scheme.qmax))
+    return codes_O.clip(np.float32(scheme.qmin), np.float32(scheme.qmax))  # half the cost of `np.clip` for few codes
 
 
 def _rounded(value_O: np.ndarray, step_O: np.ndarray, scheme: Scheme) -> np.ndarray:

@@ -113,13 +113,16 @@ def _candidates(weight_OGg: np.ndarray, scheme: Scheme) -> Iterator[Grid]:
 
 
 def _loss(weight_OGg: np.ndarray, scale_OG: np.ndarray, zero_OG: np.ndarray | None, scheme: Scheme) -> np.ndarray:
-    """Of the nearest codes, but for ties."""
-    offset_OGg = weight_OGg if zero_OG is None else weight_OGg - zero_OG[..., None]
-    steps_OGg = offset_OGg / scale_OG[..., None]
-    error_OGg = steps_OGg - np.clip(np.rint(steps_OGg), scheme.qmin, scheme.qmax)
-    loss_OG = np.square(error_OGg).sum(axis=-1)
+    """Of the nearest codes, but for what is nearly a tie."""
+    steps_OGg = weight_OGg * (1.0 / scale_OG)[..., None]
     if zero_OG is not None:
-        loss_OG += np.square(error_OGg.sum(axis=-1))
+        steps_OGg -= (zero_OG / scale_OG)[..., None]
+    error_OGg = np.rint(steps_OGg)
+    np.clip(error_OGg, scheme.qmin, scheme.qmax, out=error_OGg)
+    np.subtract(steps_OGg, error_OGg, out=error_OGg)
+    loss_OG = np.vecdot(error_OGg, error_OGg)
+    if zero_OG is not None:
+        loss_OG += np.square(np.vecdot(error_OGg, np.ones(error_OGg.shape[-1], np.float32)))
     return loss_OG * (scale_OG * scale_OG)
 
 
