@@ -131,28 +131,63 @@ def test_torch_moments_have_the_same_bits_on_any_number_of_threads(weights: Mode
     assert all((one[name] == three[name]).all() for name in one)
 
 
+class Halved(ModelWeights):
+    """A model in which every other row of the up projections is half of what it was."""
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        weight = super().__getitem__(name)
+        if "up_proj" not in name:
+            return weight
+        return weight * np.where(np.arange(len(weight)) % 2, 1.0, 0.5).astype(np.float32)[:, None]
+
+
+def all_inputs(weights: ModelWeights, tokens: list[np.ndarray]) -> dict[str, np.ndarray]:
+    """What each linear reads, over all tokens."""
+    found: dict[str, list[np.ndarray]] = {}
+    for sequence in tokens:
+        reference.forward(weights, sequence.tolist(), lambda name, x, _: found.setdefault(name, []).append(x))
+    return {name: np.concatenate(parts) for name, parts in found.items()}
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("backend", ["gpu", "tpu"])
+def test_drift_is_from_the_first_stream_to_the_second(weights: ModelWeights, backend: str, scaled: bool) -> None:
+    calibrator, tokens = load_backend(backend).open_calibrator(weights, OPTIONS, 2), sequences(5, 40, 17)
+    halved = Halved(weights.reader)
+    inputs, moved = all_inputs(weights, tokens), all_inputs(halved, tokens)
+    stream, other = (calibrator.start(tokens) for _ in range(2))
+    for layer in range(weights.config.num_layers):
+        for stage in range(len(STAGES)):
+            stream = calibrator.advance(stream, block(weights, layer), stage)
+            other = calibrator.advance(other, block(halved, layer), stage)
+            name = layer_prefix(layer) + STAGES[stage][0]
+            scale = np.linspace(0.5, 2, inputs[name].shape[1], dtype=np.float32) if scaled else None
+            found = calibrator.drift(stream, other, scale)
+            expected = (inputs[name] / (1 if scale is None else scale) - moved[name]).T @ moved[name]
+            np.testing.assert_allclose(
+                found, expected, rtol=0, atol=1e-4 * max(1, np.abs(expected).max()), err_msg=name
+            )
+        stream = calibrator.advance(stream, block(weights, layer), len(STAGES))
+        other = calibrator.advance(other, block(halved, layer), len(STAGES))
+    assert np.abs(expected).max() > 0.01
+
+
 @pytest.mark.parametrize("backend", ["gpu", "tpu"])
 def test_divergence_is_that_of_the_logits(weights: ModelWeights, backend: str) -> None:
     calibrator = load_backend(backend).open_calibrator(weights, OPTIONS, 1)
     tokens = sequences(9, 30)
     stream, other = (calibrator.start(tokens) for _ in range(2))
-    every_other = np.where(np.arange(weights.config.intermediate_size) % 2, 1.0, 0.5).astype(np.float32)[:, None]
+    halved = Halved(weights.reader)
     for layer in range(weights.config.num_layers):
-        changed = block(weights, layer)
-        changed["mlp.up_proj.weight"] = changed["mlp.up_proj.weight"] * every_other
         for stage in range(len(STAGES) + 1):
             stream = calibrator.advance(stream, block(weights, layer), stage)
-            other = calibrator.advance(other, changed, stage)
-
-    class Halved(ModelWeights):
-        def __getitem__(self, name: str) -> np.ndarray:
-            return super().__getitem__(name) * (every_other if "up_proj" in name else np.float32(1))
+            other = calibrator.advance(other, block(halved, layer), stage)
 
     kls = []
     for sequence in tokens:
         p, q = (
             logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
-            for logits in (reference.forward(w, sequence.tolist()) for w in (weights, Halved(weights.reader)))
+            for logits in (reference.forward(w, sequence.tolist()) for w in (weights, halved))
         )
         kls.append((np.exp(p) * (p - q)).sum(axis=-1))
     expected = np.concatenate(kls).mean()
