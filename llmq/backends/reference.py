@@ -309,6 +309,8 @@ class ReferenceBackend:
         _check_device(options.device)
         if options.dtype not in (None, "float32"):
             raise BackendError(f"dtype={options.dtype!r}: the reference computes in float32 only; leave out --dtype.")
+        if options.kernel is not None:
+            raise BackendError(f"kernel={options.kernel!r}: the reference has no kernels; leave out --kernel.")
         return ReferenceModel(weights, options)
 
     def open_calibrator(self, weights: ModelWeights, options: ModelOptions, num_threads: int) -> Calibrator:  # noqa: ARG002

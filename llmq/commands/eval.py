@@ -39,6 +39,7 @@ def evaluate(
     dtype: options.DType = None,
     threads: options.Threads = None,
     kv_cache_dtype: options.KvCacheDtype = "auto",
+    kernel: options.Kernel = None,
     max_model_len: Annotated[int | None, typer.Option("--max-model-len", help="Context in tokens. Default: the model's own, at most 2048.", show_default=False)] = None,
 ) -> None:  # fmt: skip
     """Measure a model: tasks of lm-eval, perplexity of a text, divergence from a reference."""
@@ -72,6 +73,7 @@ def evaluate(
         dtype=dtype,
         threads=threads,
         kv_cache_dtype=kv_cache_dtype,
+        kernel=kernel,
         max_model_len=max_model_len,
     )
     from llmq.commands.terminal import count_progress, print_json, say

@@ -39,6 +39,7 @@ def generate(
     device: options.Device = None,
     dtype: options.DType = None,
     kv_cache_dtype: options.KvCacheDtype = "auto",
+    kernel: options.Kernel = None,
     threads: options.Threads = None,
     mesh: options.Mesh = None,
     tp: options.TensorParallel = None,
@@ -52,6 +53,8 @@ def generate(
         raise ConfigError(f"dtype={dtype!r}: must be bfloat16, float16 or float32.")
     if kv_cache_dtype not in ("auto", "int8"):
         raise ConfigError(f"kv_cache_dtype={kv_cache_dtype!r}: must be auto or int8.")
+    if kernel not in (None, "pallas"):
+        raise ConfigError(f"kernel={kernel!r}: must be pallas, or left out.")
     if prompt is not None and prompts_file is not None:
         raise ConfigError("prompt and --prompts-file: exclude each other; leave one of them out.")
     interactive = prompt is None and prompts_file is None
@@ -94,6 +97,7 @@ def generate(
         dtype=dtype,
         max_len=max_len,
         kv_int8=kv_cache_dtype == "int8",
+        kernel=kernel,
         num_threads=threads,
         **layout,
     )

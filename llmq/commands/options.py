@@ -90,6 +90,14 @@ DType = Annotated[
 KvCacheDtype = Annotated[
     str, typer.Option("--kv-cache-dtype", help="auto keeps keys and values in the compute type, int8 quantizes them.")
 ]
+Kernel = Annotated[
+    str | None,
+    typer.Option(
+        "--kernel",
+        help="pallas: our own kernel for int4 and int8 linears on a TPU, which no chip has run yet. Default: what is known to be fast.",
+        show_default=False,
+    ),
+]
 Threads = Annotated[
     int | None,
     typer.Option("--threads", help="Threads on a CPU. Default: chosen by measuring.", min=1, show_default=False),

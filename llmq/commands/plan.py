@@ -23,6 +23,7 @@ def plan(
     max_model_len: Annotated[int | None, typer.Option("--max-model-len", help="Context in tokens. Default: the model's, at most 4096.", show_default=False)] = None,
     max_num_seqs: Annotated[int, typer.Option("--max-num-seqs", help="Sequences at once.")] = 8,
     kv_cache_dtype: options.KvCacheDtype = "auto",
+    kernel: options.Kernel = None,
     tp: Annotated[int | None, typer.Option("--tp", help="Chips that compute a layer together. Default: all of the target.", show_default=False)] = None,
     compile_steps: Annotated[bool, typer.Option("--compile", help="Compile the steps that serving runs with the real TPU compiler; takes a minute, and the extra tpu.")] = False,
     as_json: options.Json = False,
@@ -42,6 +43,7 @@ def plan(
             max_num_seqs=max_num_seqs,
             tp=tp,
             kv_cache_dtype=kv_cache_dtype,
+            kernel=kernel,
             compile=compile_steps,
         ),
     )

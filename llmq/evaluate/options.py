@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from llmq.backends.base import ComputeType
+from llmq.backends.base import ComputeType, KernelName
 from llmq.config import Frozen
 
 
@@ -30,6 +30,7 @@ class EvalOptions(Frozen):
         max_tokens: Tokens of the text to take.
         backend, device, dtype, threads: What to run on, and with how many threads of a CPU; None measures.
         kv_cache_dtype: ``int8`` quantizes keys and values.
+        kernel: Of linears with codes; None takes what the device is known to be fast with.
         max_model_len: Context in tokens; None takes the model's own, at most `subject.DEFAULT_MAX_LENGTH`.
     """
 
@@ -53,6 +54,7 @@ class EvalOptions(Frozen):
     dtype: ComputeType | None = None
     threads: Annotated[int, Field(ge=1)] | None = None
     kv_cache_dtype: Literal["auto", "int8"] = "auto"
+    kernel: KernelName | None = None
     max_model_len: Annotated[int, Field(ge=1)] | None = None
 
     @model_validator(mode="after")

@@ -76,6 +76,7 @@ def evaluate(
         config = _config(options, subject, reference, text) | {"tokens_per_call": tokens}
         versions = _versions(options, subject.plugin.framework)
         run = {"model": evaluated.weights_sha256, "device": subject.options.device, "dtype": options.dtype}
+        run["kernel"] = options.kernel
         path = output and output.with_name(output.name + ".journal")
         journal = stack.enter_context(closing(Journal(path, {**run, **config, **versions}, resume=resume)))
         if len(journal):
@@ -119,6 +120,7 @@ def _subject(model: str, options: EvalOptions, kv_int8: bool = False) -> Subject
         dtype=options.dtype,
         kv_int8=kv_int8,
         num_threads=options.threads,
+        kernel=options.kernel,
     )
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from llmq.backends.base import ModelOptions, Planner
+from llmq.backends.base import KernelName, ModelOptions, Planner
 from llmq.backends.registry import load_backend
 from llmq.checkpoint.coverage import Action, TensorPlan
 from llmq.config import Frozen, QuantizationConfig
@@ -46,6 +46,7 @@ class PlanOptions(Frozen):
         max_num_seqs: Sequences at once.
         tp: Devices that compute a layer together; None takes all chips of the target.
         kv_cache_dtype: As served.
+        kernel: Of linears with codes, for the compiler; None takes what the chip is known to be fast with.
         compile: Ask the TPU compiler as well.
     """
 
@@ -54,6 +55,7 @@ class PlanOptions(Frozen):
     max_num_seqs: Annotated[int, Field(ge=1)] = 8
     tp: Annotated[int, Field(ge=1)] | None = None
     kv_cache_dtype: Literal["auto", "int8"] = "auto"
+    kernel: KernelName | None = None
     compile: bool = False
 
 
@@ -93,6 +95,8 @@ def make_plan(model: str, quantization: QuantizationConfig | None, options: Plan
     targets = [Target.parse(text) for text in options.targets]
     if options.compile:
         _check_compiled(targets)
+    elif options.kernel is not None:
+        raise ConfigError(f"kernel={options.kernel!r}: is of what is compiled; add --compile, or leave --kernel out.")
     subject = read_subject(model)
     if subject.artifact is not None and quantization is not None:
         raise AlreadyQuantizedError(f"{model}: is an artifact of llmq already; leave --scheme and its like out.")
@@ -238,6 +242,7 @@ def _compiled(
         kv_int8=options.kv_cache_dtype == "int8",
         dp=dp,
         tp=tp,
+        kernel=options.kernel,
     )
     return {
         variant.name: [

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from llmq.backends.base import Backend, ComputeType, Memory, ModelOptions
+from llmq.backends.base import Backend, ComputeType, KernelName, Memory, ModelOptions
 from llmq.backends.registry import select_backend
 from llmq.checkpoint.loader import ModelWeights, load_weights
 from llmq.checkpoint.reader import Progress
@@ -44,6 +44,7 @@ class ServeOptions(Frozen):
         host, port: Where to listen.
         max_model_len, max_num_seqs: Size of the cache; None takes what fits.
         kv_cache_dtype: ``int8`` quantizes keys and values.
+        kernel: Of linears with codes; None takes what the device is known to be fast with.
         api_key_file: One key a line.
         served_model_name: Names of the model; None takes its directory's.
         max_queue: Requests that may wait.
@@ -66,6 +67,7 @@ class ServeOptions(Frozen):
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     kv_cache_dtype: Literal["auto", "int8"] = "auto"
+    kernel: KernelName | None = None
     api_key_file: Path | None = None
     served_model_name: tuple[str, ...] = ()
     max_queue: Annotated[int, Field(ge=0)] = EngineLimits.max_queue
@@ -121,6 +123,7 @@ def run(
             num_threads=options.threads,
             dp=options.dp,
             tp=options.tp,
+            kernel=options.kernel,
         ),
     )
     caps = opened.caps

@@ -95,7 +95,7 @@ class TorchModel:
         options: How.
 
     Raises:
-        BackendError: Several devices are asked for, or one that is not there.
+        BackendError: Several devices are asked for, or one that is not there, or a kernel of another backend.
     """
 
     def __init__(self, weights: ModelWeights, options: ModelOptions) -> None:
@@ -103,6 +103,10 @@ class TorchModel:
             raise BackendError(
                 f"mesh='dp={options.dp},tp={options.tp}': the gpu backend runs a model on one device; leave --mesh and "
                 "--tp out, or use --backend tpu."
+            )
+        if options.kernel is not None:
+            raise BackendError(
+                f"kernel={options.kernel!r}: is a kernel for TPUs; leave --kernel out, or use --backend tpu where there is one."
             )
         self._device, dtype = choose_device(options)
         self._dtype = DTYPES[dtype]

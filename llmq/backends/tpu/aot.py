@@ -9,7 +9,7 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 from llmq.backends.base import CompiledStep, ModelOptions
 from llmq.backends.tpu.cache import Place, empty_cache
 from llmq.backends.tpu.device import Device, configure
-from llmq.backends.tpu.load import ACCELERATOR_LAYOUTS, outline_params
+from llmq.backends.tpu.load import accelerator_layouts, outline_params
 from llmq.backends.tpu.mesh import cache_specs, make_mesh, params_specs
 from llmq.backends.tpu.model import Params, decode, forward, logits
 from llmq.checkpoint.loader import ModelWeights
@@ -64,32 +64,52 @@ def compile_steps(weights: ModelWeights, target: str, options: ModelOptions) -> 
     Raises:
         BackendError: The compiler is not installed, or does not know the target.
     """
+    with no_cache():
+        params, programs = lower_steps(weights, target, options)
+        return [_compile(name, lower, params) for name, lower in programs.items()]
+
+
+def lower_steps(
+    weights: ModelWeights, target: str, options: ModelOptions
+) -> tuple[Params, dict[str, Callable[[], jax.stages.Lowered]]]:
+    """The programs that serving runs, for chips that need not be there.
+
+    Args:
+        weights: The model.
+        target: Chips.
+        options: As for `compile_steps`.
+
+    Returns:
+        Types and shapes of the weights, and what lowers each program, by its name.
+
+    Raises:
+        BackendError: The compiler is not installed, does not know the target, or has no such kernel for it.
+    """
     dtype = options.dtype or "bfloat16"
     config = weights.config
-    with no_cache():
-        mesh = make_mesh(find_chips(target), options.dp, options.tp)
+    mesh = make_mesh(find_chips(target), options.dp, options.tp)
 
-        def array(*shape: int, dtype: Any = jnp.int32, spec: P = WHOLE) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+    def array(*shape: int, dtype: Any = jnp.int32, spec: P = WHOLE) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
-        def placed(tree: Any, specs: Any) -> Any:
-            return jax.tree.map(lambda leaf, spec: array(*leaf.shape, dtype=leaf.dtype, spec=spec), tree, specs)
+    def placed(tree: Any, specs: Any) -> Any:
+        return jax.tree.map(lambda leaf, spec: array(*leaf.shape, dtype=leaf.dtype, spec=spec), tree, specs)
 
-        params = outline_params(weights, ACCELERATOR_LAYOUTS, dtype, options.max_len)
-        params = placed(params, params_specs(params, config, options.tp))
-        cache_type = "int8" if options.kv_int8 else dtype
-        cache = jax.eval_shape(partial(empty_cache, config, options.num_slots, options.max_len, cache_type))
-        cache = placed(cache, cache_specs(cache, options.tp))
-        of_slots, active = array(options.num_slots), array(options.num_slots, dtype=jnp.bool)
-        tokens, one = array(1, CHUNK), array()
-        place = Place(one, tokens, tokens, tokens, tokens, one)
-        hidden = array(1, CHUNK, config.hidden_size, dtype=jnp.dtype(dtype))
-        programs = {
-            "decode": partial(decode.lower, config, dtype, params, cache, of_slots, of_slots, active),
-            f"prefill of {CHUNK}": partial(forward.lower, config, dtype, params, cache, tokens, place),
-            f"head of {CHUNK}": partial(logits.lower, dtype, params, hidden),
-        }
-        return [_compile(name, lower, params) for name, lower in programs.items()]
+    layouts = accelerator_layouts(mesh.devices.flat[0], mesh.size, options.kernel)
+    params = outline_params(weights, layouts, dtype, options.max_len)
+    params = placed(params, params_specs(params, config, options.tp))
+    cache_type = "int8" if options.kv_int8 else dtype
+    cache = jax.eval_shape(partial(empty_cache, config, options.num_slots, options.max_len, cache_type))
+    cache = placed(cache, cache_specs(cache, options.tp))
+    of_slots, active = array(options.num_slots), array(options.num_slots, dtype=jnp.bool)
+    tokens, one = array(1, CHUNK), array()
+    place = Place(one, tokens, tokens, tokens, tokens, one)
+    hidden = array(1, CHUNK, config.hidden_size, dtype=jnp.dtype(dtype))
+    return params, {
+        "decode": partial(decode.lower, config, dtype, params, cache, of_slots, of_slots, active),
+        f"prefill of {CHUNK}": partial(forward.lower, config, dtype, params, cache, tokens, place),
+        f"head of {CHUNK}": partial(logits.lower, dtype, params, hidden),
+    }
 
 
 @contextmanager

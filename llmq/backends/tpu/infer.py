@@ -11,7 +11,7 @@ from llmq.backends.base import Caps, ComputeType, ModelOptions, Run, Scores, Slo
 from llmq.backends.sampling import SlotRules
 from llmq.backends.tpu.cache import Cache, copy_slot, empty_cache
 from llmq.backends.tpu.device import Device, num_compiles
-from llmq.backends.tpu.load import ACCELERATOR_LAYOUTS, CPU_LAYOUTS, load_params
+from llmq.backends.tpu.load import CPU_LAYOUTS, accelerator_layouts, load_params
 from llmq.backends.tpu.mesh import cache_specs, check_weights, make_mesh, replicated, shardings, whole
 from llmq.backends.tpu.model import decode, forward, logits, scores
 from llmq.backends.tpu.rows import CHUNK_SIZES, Rows, chunks, place_runs
@@ -49,7 +49,7 @@ class JaxModel:
             devices: Where to run: the first ones are taken.
 
         Raises:
-            BackendError: The devices cannot compute in `options.dtype`, or are too few.
+            BackendError: The devices cannot compute in `options.dtype` or with `options.kernel`, or are too few.
             ConfigError: The devices cannot share the weights evenly.
         """
         device = devices[0]
@@ -73,7 +73,9 @@ class JaxModel:
         if options.num_slots % options.dp:
             raise BackendError(f"dp={options.dp}: does not divide the {options.num_slots} slots.")
         mesh = make_mesh(devices, options.dp, options.tp)
-        layouts = CPU_LAYOUTS if on_cpu and mesh.size == 1 else ACCELERATOR_LAYOUTS
+        layouts = accelerator_layouts(device, mesh.size, options.kernel)
+        if on_cpu and mesh.size == 1:
+            layouts = CPU_LAYOUTS
         self._params, kernels = load_params(weights, layouts, dtype, options.max_len, mesh)
         several = f"{mesh.size} x " if mesh.size > 1 else ""
         self.caps = Caps(

@@ -10,19 +10,24 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from llmq.backends.base import KernelName
 from llmq.backends.tpu.cache import whole_blocks
-from llmq.backends.tpu.linear import DenseLinear, EinsumLinear, Linear, QuantizedLinear, ScanLinear
+from llmq.backends.tpu.device import Device
+from llmq.backends.tpu.linear import DenseLinear, EinsumLinear, Linear, ScanLinear
 from llmq.backends.tpu.mesh import TP, layer_specs, put, table_specs
 from llmq.backends.tpu.model import Layer, Params
+from llmq.backends.tpu.pallas import PallasLayout
 from llmq.backends.tpu.table import DenseTable, EinsumTable, QuantizedTable, ScanTable, Table
 from llmq.checkpoint.loader import ModelWeights
+from llmq.errors import BackendError
 from llmq.model.config import ModelConfig
 from llmq.model.names import EMBEDDING, FINAL_NORM, LM_HEAD, layer_norms, layer_prefix, norm_factor
 from llmq.model.rotary import rotary_tables
@@ -30,16 +35,55 @@ from llmq.quant import QTensor
 from llmq.quant.affine import dtype_of
 
 
+class LinearLayout(Protocol):
+    """A kind of linear layer with codes, or what chooses one."""
+
+    def from_qtensor(self, weight: QTensor, bias_O: np.ndarray | None) -> Linear:
+        """See `linear.QuantizedLinear.from_qtensor`."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Layouts:
     """The layouts of codes that a platform is fast with."""
 
-    linear: type[QuantizedLinear]
+    linear: LinearLayout
     table: type[QuantizedTable]
 
 
 CPU_LAYOUTS = Layouts(ScanLinear, ScanTable)
 ACCELERATOR_LAYOUTS = Layouts(EinsumLinear, EinsumTable)
+
+#: What JAX calls a chip -> as in ``--target``.
+_CHIPS = MappingProxyType({"TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v5p": "v5p", "TPU v6 lite": "v6e"})
+
+
+def accelerator_layouts(device: Device, num_devices: int, kernel: KernelName | None) -> Layouts:
+    """The layouts for an accelerator.
+
+    Args:
+        device: One of them.
+        num_devices: That share the model.
+        kernel: As asked for.
+
+    Returns:
+        The layouts.
+
+    Raises:
+        BackendError: The kernel does not run there.
+    """
+    if kernel is None:
+        return ACCELERATOR_LAYOUTS
+    if device.platform != "tpu":
+        raise BackendError(
+            f"kernel={kernel!r}: runs on a TPU, and the device here is a {device.platform}; leave --kernel out."
+        )
+    if num_devices > 1:
+        raise BackendError(
+            f"kernel={kernel!r}: runs on one device, and {num_devices} are to share the model; leave --kernel out, or "
+            "take one device."
+        )
+    return Layouts(PallasLayout(_CHIPS.get(device.device_kind, device.device_kind)), EinsumTable)
 
 
 def load_params(

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 from llmq.backends.tpu.cache import Cache
 from llmq.backends.tpu.linear import DenseLinear, EinsumLinear, Leaf, ScanLinear
 from llmq.backends.tpu.model import Layer, Params
+from llmq.backends.tpu.pallas import PallasLinear
 from llmq.backends.tpu.table import DenseTable, EinsumTable, ScanTable, Table
 from llmq.checkpoint.loader import ModelWeights
 from llmq.errors import BackendError
@@ -130,7 +131,7 @@ def _by_inputs(linear: Any, tp: int) -> Any:
     bias = None if linear.bias_O is None else P()
     if isinstance(linear, DenseLinear):
         return DenseLinear(P(TP), bias)
-    if isinstance(linear, ScanLinear):  # of one device: its blocks come one after the other
+    if isinstance(linear, ScanLinear | PallasLinear):  # of one device: its blocks come one after the other
         return replicated(linear)
     assert isinstance(linear, EinsumLinear)
     by_groups = linear.scale_GO.shape[0] % tp == 0

@@ -25,6 +25,7 @@ from jax.tree_util import register_dataclass
 
 from llmq.backends.tpu.cache import BLOCK, Cache, Place, write
 from llmq.backends.tpu.linear import Leaf, Linear
+from llmq.backends.tpu.pallas import at_layer
 from llmq.backends.tpu.table import Table
 from llmq.model.config import ModelConfig
 
@@ -122,17 +123,16 @@ def forward(
         x_BND = params.embed(config, token_BN, dtype)
 
         def step(
-            carry: tuple[jax.Array, Cache], scanned: tuple[jax.Array, Layer]
+            segment: Layer, first: int, carry: tuple[jax.Array, Cache], index: jax.Array
         ) -> tuple[tuple[jax.Array, Cache], None]:
-            (x_BND, cache), (index, layer) = carry, scanned
-            x_BND, cache = _layer(config, layer, index, x_BND, cache, place, rotation)
-            return (x_BND, cache), None
+            x_BND, cache = carry
+            layer = at_layer(segment, index)
+            return _layer(config, layer, first + index, x_BND, cache, place, rotation), None
 
         first = 0
         for segment in params.segments:
             num_layers = segment.attention_norm_D.shape[0]
-            indices = jnp.arange(first, first + num_layers)
-            (x_BND, cache), _ = lax.scan(step, (x_BND, cache), (indices, segment))
+            (x_BND, cache), _ = lax.scan(partial(step, segment, first), (x_BND, cache), jnp.arange(num_layers))
             first += num_layers
         return cache, _norm(x_BND, params.final_norm_D, config.norm_eps)
 
@@ -274,7 +274,9 @@ def _attention(
     """Write the tokens' keys and values, then attend on what is stored."""
 
     def heads(linear: Linear, norm_h: Leaf | None) -> jax.Array:
-        x = _apply(linear, x_BND).reshape(*x_BND.shape[:2], -1, config.head_dim)
+        # The compiler for TPUs would move the cut into heads into the product, and write the weight out for it.
+        x_BNO = lax.optimization_barrier(_apply(linear, x_BND))
+        x = x_BNO.reshape(*x_BND.shape[:2], -1, config.head_dim)
         return _norm_if(x, norm_h, config.norm_eps)
 
     cos_BNh, sin_BNh, window = of_layer(config, rotation, layer.attention)
