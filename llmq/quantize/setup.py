@@ -106,8 +106,10 @@ def set_up(plan: ConversionPlan, options: QuantizeOptions, run: Run) -> Generato
     facts = {
         "model": plan.model,
         "files": {name: [(at := path.stat()).st_size, at.st_mtime_ns] for name, path in plan.reader.files.items()},
-        "tokens": hashlib.sha256(tokens).hexdigest(),
+        "num_samples": options.num_samples,
         "seq_len": options.seq_len,
+        "seed": options.seed,
+        "tokens": hashlib.sha256(tokens).hexdigest(),
         "backend": plugin.name,
         "device": device,
         "dtype": options.dtype,
