@@ -123,7 +123,7 @@ def test_a_killed_run_is_resumed_to_the_same_bytes(source: Path, text: Path, cle
 @pytest.mark.parametrize(
     ("changes", "config", "field"),
     [
-        ({"seed": 7}, CONFIG, "tokens"),
+        ({"seed": 7}, CONFIG, "seed"),
         ({"algorithm": "awq"}, CONFIG, "algorithm"),
         ({}, CONFIG.model_copy(update={"symmetric": True}), "schemes"),
     ],
