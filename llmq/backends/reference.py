@@ -311,6 +311,8 @@ class ReferenceBackend:
             raise BackendError(f"dtype={options.dtype!r}: the reference computes in float32 only; leave out --dtype.")
         if options.kernel is not None:
             raise BackendError(f"kernel={options.kernel!r}: the reference has no kernels; leave out --kernel.")
+        if options.compile:
+            raise BackendError("compile: the reference compiles nothing; leave --compile out.")
         return ReferenceModel(weights, options)
 
     def open_calibrator(self, weights: ModelWeights, options: ModelOptions, num_threads: int) -> Calibrator:  # noqa: ARG002

@@ -40,6 +40,7 @@ def bench_model(
     dtype: options.DType = None,
     kv_cache_dtype: options.KvCacheDtype = "auto",
     threads: options.Threads = None,
+    compiled: options.Compile = False,
     as_json: options.Json = False,
 ) -> None:  # fmt: skip
     """Measure how fast a model reads prompts and writes answers; ``bench MODEL`` is enough."""
@@ -78,6 +79,7 @@ def bench_model(
             max_len=max_len,
             kv_int8=kv_cache_dtype == "int8",
             num_threads=threads,
+            compile=compiled,
         ),
     )
     with count_progress() as progress:

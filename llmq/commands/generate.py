@@ -41,6 +41,7 @@ def generate(
     kv_cache_dtype: options.KvCacheDtype = "auto",
     kernel: options.Kernel = None,
     threads: options.Threads = None,
+    compiled: options.Compile = False,
     mesh: options.Mesh = None,
     tp: options.TensorParallel = None,
     stats: Annotated[bool, typer.Option("--stats", help="Print kernels, times and tokens per second.")] = False,
@@ -99,6 +100,7 @@ def generate(
         kv_int8=kv_cache_dtype == "int8",
         kernel=kernel,
         num_threads=threads,
+        compile=compiled,
         **layout,
     )
     session = Session(opened, tokenizer)

@@ -102,6 +102,13 @@ Threads = Annotated[
     int | None,
     typer.Option("--threads", help="Threads on a CPU. Default: chosen by measuring.", min=1, show_default=False),
 ]
+Compile = Annotated[
+    bool,
+    typer.Option(
+        "--compile",
+        help="Compile the decode step with torch.compile: faster steps, a slower start. Programs are kept for the next run.",
+    ),
+]
 Mesh = Annotated[
     str | None,
     typer.Option(

@@ -40,6 +40,7 @@ class ServeOptions(Frozen):
 
     Attributes:
         backend, device, dtype, threads: Where to run, and with how many threads of a CPU; None measures.
+        compile: Compile the decode step; torch only.
         dp, tp: Groups of devices that have slots of their own, and devices of each.
         host, port: Where to listen.
         max_model_len, max_num_seqs: Size of the cache; None takes what fits.
@@ -60,6 +61,7 @@ class ServeOptions(Frozen):
     device: str | None = None
     dtype: ComputeType | None = None
     threads: Annotated[int, Field(ge=1)] | None = None
+    compile: bool = False
     dp: Annotated[int, Field(ge=1)] = 1
     tp: Annotated[int, Field(ge=1)] = 1
     host: str = "127.0.0.1"
@@ -121,6 +123,7 @@ def run(
             capacity.max_len,
             kv_int8=options.kv_cache_dtype == "int8",
             num_threads=options.threads,
+            compile=options.compile,
             dp=options.dp,
             tp=options.tp,
             kernel=options.kernel,

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from llmq.backends.base import Caps, ModelOptions, Run, Scores, SlotSampling, State, Stats, StepHandle, StepOut
 from llmq.backends.gpu.attention import Cache, RunPlace, StepPlace, send
+from llmq.backends.gpu.compiled import CompiledDecoder
 from llmq.backends.gpu.device import DTYPES, choose_device
 from llmq.backends.gpu.model import Decoder
 from llmq.backends.gpu.rows import row_counts
@@ -111,7 +112,8 @@ class TorchModel:
         self._device, dtype = choose_device(options)
         self._dtype = DTYPES[dtype]
         self._decoder = Decoder(weights, options.max_len, self._device, self._dtype)
-        self._row_counts = row_counts(self._decoder, options.num_slots)
+        self._steps = CompiledDecoder(self._decoder) if options.compile else self._decoder
+        self._row_counts = row_counts(self._steps, options.num_slots)
         self._num_bytes = self._decoder.num_bytes
         self._threads = self._choose_threads(options) if self._device.type == "cpu" else None
         name = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "CPU"
@@ -136,7 +138,7 @@ class TorchModel:
         return state
 
     def warmup(self, state: State) -> State:
-        """See `base.InferenceModel.warmup`. Nothing is compiled; the first calls of every kernel are made."""
+        """See `base.InferenceModel.warmup`. Compiling is over when a model is open; here every kernel is called once."""
         for slot in range(self.caps.num_slots):
             state.cache.clear(slot, 0)
         num_tokens = min(self.caps.chunk_size, self.caps.max_len)
@@ -198,7 +200,7 @@ class TorchModel:
         padded = np.pad(slots, (0, self._row_counts[len(slots)] - len(slots)), mode="edge")
         slots_M = send(padded, self._device)
         place = StepPlace(state.cache, slots, state.positions_S[slots])
-        x_MD = self._decoder.forward(state.next_S[slots_M], send(state.positions_S[padded], self._device), place)
+        x_MD = self._steps.forward(state.next_S[slots_M], send(state.positions_S[padded], self._device), place)
         logits_MV = self._decoder.logits(x_MD)
         tokens_M = self._sample(state, logits_MV, active, padded, uniform, allowed)
 
@@ -247,11 +249,11 @@ class TorchModel:
 
     def stats(self) -> Stats:
         """See `base.InferenceModel.stats`."""
-        return Stats(num_compiles=0, num_bytes=self._num_bytes)
+        return Stats(num_compiles=self._steps.num_compiles, num_bytes=self._num_bytes)
 
     def close(self) -> None:
         """See `base.InferenceModel.close`."""
-        del self._decoder
+        del self._decoder, self._steps
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 

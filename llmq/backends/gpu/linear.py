@@ -102,6 +102,12 @@ class Linear:
         return (self.kernel,)
 
     @property
+    def program(self) -> tuple[object, ...]:
+        """Equal for layers that differ in what their tensors hold only."""
+        held = vars(self).values()
+        return (type(self), *((v.shape, v.dtype) if isinstance(v, Tensor) else v for v in held))
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of the weight as it is held."""
         return sum(t.nbytes for t in vars(self).values() if isinstance(t, Tensor))
@@ -230,6 +236,11 @@ class SideBySide(Linear):
     def kernels(self) -> tuple[str, ...]:
         """See `Linear.kernels`."""
         return tuple(kernel for linear in self._linears for kernel in linear.kernels)
+
+    @property
+    def program(self) -> tuple[object, ...]:
+        """See `Linear.program`."""
+        return tuple(linear.program for linear in self._linears)
 
     @property
     def num_bytes(self) -> int:

@@ -25,6 +25,9 @@ from llmq.quant import QTensor, dequantize
 #: `ModelConfig.activation` -> what it is.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
 
+#: Cosine and sine of the positions of some tokens.
+Turn = tuple[Tensor, Tensor]
+
 #: A number of features, and a function of `[M, features]` and `Place.is_run`.
 RowFunction = tuple[int, Callable[[Tensor, bool], Tensor]]
 
@@ -119,7 +122,12 @@ class Decoder:
         max_len: Positions to prepare.
         device: Where.
         dtype: Compute type.
+
+    Attributes:
+        num_compiles: Programs made for it.
     """
+
+    num_compiles = 0
 
     def __init__(self, weights: ModelWeights, max_len: int, device: torch.device, dtype: torch.dtype) -> None:
         self.config = config = weights.config
@@ -159,18 +167,57 @@ class Decoder:
         Returns:
             `[M, D]` before the final norm.
         """
-        config = self.config
+        x_MD, turns = self.embed(tokens_M, positions_M)
+        for index, layer in enumerate(self.layers):
+            heads = self.open_layer(layer, x_MD, turns[index], place.is_run)
+            x_MD = self.close_layer(layer, x_MD, place.attend(index, *heads), place.is_run)
+        return x_MD
+
+    def embed(self, tokens_M: Tensor, positions_M: Tensor) -> tuple[Tensor, list[Turn]]:
+        """What the first layer reads, and how each layer turns its heads.
+
+        Args:
+            tokens_M: Ids.
+            positions_M: Of each token.
+
+        Returns:
+            `[M, D]`; cosine and sine `[M, 1, h]` for every layer.
+        """
         x_MD = self.embedding(tokens_M)
-        if config.scales_embedding:
+        if self.config.scales_embedding:
             x_MD = x_MD * self._scale
         turns = [(cos_Th[positions_M][:, None], sin_Th[positions_M][:, None]) for cos_Th, sin_Th in self._rotations]
-        for index, layer in enumerate(self.layers):
-            qkv_ME = layer.qkv(rms_norm(x_MD, layer.input_norm, config.norm_eps), place.is_run)
-            heads = self._heads(layer, qkv_ME, *turns[self._attention[index]])
-            out_MD = layer.o(place.attend(index, *heads), place.is_run)
-            x_MD = x_MD + rms_norm(out_MD, layer.attended_norm, config.norm_eps)
-            x_MD = x_MD + self._mlp(layer, x_MD, place.is_run)
-        return x_MD
+        return x_MD, [turns[kind] for kind in self._attention]
+
+    def open_layer(self, layer: Layer, x_MD: Tensor, turn: Turn, is_run: bool = False) -> tuple[Tensor, ...]:
+        """A layer up to its attention.
+
+        Args:
+            layer: One of `layers`.
+            x_MD: From `embed` or `close_layer`.
+            turn: From `embed`.
+            is_run: See `Place`.
+
+        Returns:
+            Queries `[M, H, h]`, keys and values `[M, K, h]`.
+        """
+        qkv_ME = layer.qkv(rms_norm(x_MD, layer.input_norm, self.config.norm_eps), is_run)
+        return self._heads(layer, qkv_ME, *turn)
+
+    def close_layer(self, layer: Layer, x_MD: Tensor, attended_MA: Tensor, is_run: bool = False) -> Tensor:
+        """A layer from its attention on.
+
+        Args:
+            layer: One of `layers`.
+            x_MD: What the layer read.
+            attended_MA: `[M, H * h]`.
+            is_run: See `Place`.
+
+        Returns:
+            `[M, D]`.
+        """
+        x_MD = x_MD + rms_norm(layer.o(attended_MA, is_run), layer.attended_norm, self.config.norm_eps)
+        return x_MD + self._mlp(layer, x_MD, is_run)
 
     def logits(self, x_MD: Tensor, is_run: bool = False) -> Tensor:
         """The head.

@@ -6,16 +6,30 @@ are tried, once, with equal rows: a number of rows is *even* when all of them co
 those of the other even numbers. A step is padded to the next even number.
 """
 
+from collections.abc import Sequence
+from typing import Protocol
+
 import torch
 
-from llmq.backends.gpu.model import Decoder
+from llmq.backends.gpu.model import RowFunction
 
 #: How far beyond the number of slots an even number is looked for.
 _MARGIN = 16
 
 
+class Computing(Protocol):
+    """What computes steps: a decoder, compiled or not."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+    def row_functions(self) -> Sequence[RowFunction]:
+        """See `Decoder.row_functions`."""
+        ...
+
+
 @torch.inference_mode()
-def row_counts(decoder: Decoder, num_slots: int) -> list[int]:
+def row_counts(decoder: Computing, num_slots: int) -> list[int]:
     """How many rows to compute for every number of active slots.
 
     Args:
@@ -32,7 +46,7 @@ def row_counts(decoder: Decoder, num_slots: int) -> list[int]:
     return [next(n for n in even if n >= num_active) for num_active in range(num_slots + 1)]
 
 
-def _result(decoder: Decoder, count: int) -> list[bytes] | None:
+def _result(decoder: Computing, count: int) -> list[bytes] | None:
     """What the model makes of `count` equal rows, in bits; None when they come out different."""
     rows = []
     for num_features, function in decoder.row_functions():

@@ -55,6 +55,8 @@ class JaxModel:
         device = devices[0]
         on_cpu = device.platform == "cpu"
         dtype: ComputeType = options.dtype or ("float32" if on_cpu else "bfloat16")
+        if options.compile:
+            raise BackendError("compile: the tpu backend compiles everything anyway; leave --compile out.")
         if dtype == "float16":
             raise BackendError(
                 "dtype='float16': the tpu backend computes in bfloat16 or float32; use one of them, or --backend gpu."
