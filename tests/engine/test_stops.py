@@ -68,8 +68,8 @@ def test_the_first_to_be_complete_wins_over_the_first_to_begin() -> None:
 
 def test_the_largest_stops_allowed_are_quick() -> None:
     """64 stops of 1024 characters, made so that every character falls back."""
-    start = time.perf_counter()
+    start = time.process_time()
     matcher = StopMatcher(stop_tables(["a" * 1000 + chr(200 + i) * 24 for i in range(64)]))
     for _ in range(100):
         matcher.push("a" * 9 + "b")
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
