@@ -83,8 +83,9 @@ class Schedule:
     Attributes:
         columns, blocks: Of the tiles that it was compiled with.
         tiles: How many.
-        once: Bundles outside of all loops.
-        around: Bundles of a tile outside of its inner loop; the loop over tiles has two turns more than tiles.
+        once: Bundles outside of all loops, and of the two turns that the loop over tiles has more than tiles: nothing
+            is computed in them.
+        around: Bundles of a tile outside of its inner loop.
         turn: Bundles of a turn of the inner loop.
         turns: Of the inner loop.
         busy: Kind of slot -> share in use over all bundles of a tile.
@@ -107,7 +108,7 @@ class Schedule:
     @property
     def cycles(self) -> int:
         """Of the kernel, if it never waits."""
-        return self.once + 2 * self.around + self.tile * self.tiles
+        return self.once + self.tile * self.tiles
 
 
 def floor(chip: str, case: Case) -> float:
@@ -119,7 +120,7 @@ def expected(chip: str, case: Case, schedule: Schedule) -> float:
     """Cycles with reading: the first tile's is waited for, later ones are read while the tile before is computed."""
     grids = (1 if case.symmetric else 2) * 16 / case.group_size
     reading = floor(chip, case) * (1 + grids / case.bits) / (case.outputs / schedule.columns)
-    return schedule.once + 2 * schedule.around + reading + max(reading, schedule.tile) * schedule.tiles
+    return schedule.once + reading + max(reading, schedule.tile) * schedule.tiles
 
 
 def find_schedules(chip: str, cases: Sequence[Case]) -> Iterator[tuple[Case, Schedule | str]]:
@@ -208,7 +209,10 @@ def read_schedule(place: Path, name: str, tiles: int, blocks: int, cut: tuple[in
     turned = [[1, tiles, tiles * turns] if tiles > 1 else [1, turns]][0]
     counts = [depths.count(depth) for depth in range(3)]
     once, around, turn = counts if tiles > 1 else (0, *counts[:2])
-    inside = [(turned[depth], row) for depth, row in zip(depths, used, strict=False) if depth or tiles == 1]
+    computing = [kinds.index(kind) for kind in ("MXU", "XLU", "VALU", "VPOP", "EUP", "VLOAD", "VSTORE")]
+    idle = [depth == 1 and not any(row[kind] for kind in computing) for depth, row in zip(depths, used, strict=True)]
+    once += 2 * sum(idle) if tiles > 1 else 0
+    inside = [(turned[depth], row) for depth, row in zip(depths, used, strict=True) if depth or tiles == 1]
     total = sum(weight for weight, _ in inside)
     shares = {
         kind: round(sum(weight * row[column] for weight, row in inside) / total / capacity[column], 3)
@@ -236,31 +240,54 @@ def busiest(schedule: Schedule) -> str:
 
 
 def print_table(chips: Sequence[str]) -> None:
-    head = f"jax {version('jax')}, libtpu {version('libtpu')}; scheduled by the compiler, not measured\n"
-    columns = f"{'rows':>4} {'group':>5} {'codes':>5} {'zeros':>5} {'tile':>12} {'bundles x tiles':>15} {'cycles':>8} {'floor':>8} {'ratio':>5}  busy"
-    print(head)
+    print(f"jax {version('jax')}, libtpu {version('libtpu')}; scheduled by the compiler, not measured\n")
+    names: dict[tuple[int, int], list[str]] = {}
+    for name, shape in SHAPES.items():
+        names.setdefault(shape, []).append(name)
     for chip in chips:
-        names: dict[tuple[int, int], list[str]] = {}
-        for name, shape in SHAPES.items():
-            names.setdefault(shape, []).append(name)
         print(f"{chip}, {CHIPS[chip].bandwidth / 1e9:.0f} GB/s, {CLOCK[chip] / 1e9} GHz\n")
         grid = product(names, (4, 8), GROUPS, (True, False), ROWS)
-        cases = [Case(rows, *shape, group, bits, sym) for shape, bits, group, sym, rows in grid]
-        shape = None
-        for case, found in find_schedules(chip, cases):
-            if shape != (case.features, case.outputs):
-                shape = (case.features, case.outputs)
-                print(f"{chip} {case.features} x {case.outputs} ({'; '.join(names[shape])})\n{columns}")
-            assert isinstance(found, Schedule), (case, found)
-            print(row(chip, case, found), flush=True)
+        cases = [with_tiles(chip, Case(rows, *shape, group, bits, sym)) for shape, bits, group, sym, rows in grid]
+        found = dict(find_schedules(chip, list(dict.fromkeys(map(of_four_tiles, cases)))))
+        for shape, called in names.items():
+            print(f"{chip} {shape[0]} x {shape[1]} ({'; '.join(called)})\n{COLUMNS}")
+            for case in cases:
+                if (case.features, case.outputs) == shape:
+                    print(row(chip, case, as_many_tiles(case, found[of_four_tiles(case)])))
+            print(flush=True)
+
+
+COLUMNS = (
+    f"{'rows':>4} {'group':>5} {'codes':>5} {'zeros':>5} {'tile':>13} {'bundles x tiles':>15} "
+    f"{'cycles':>8} {'floor':>8} {'ratio':>5}  busy"
+)
+
+
+def with_tiles(chip: str, case: Case) -> Case:
+    """The case with the tiles of the table."""
+    from llmq.backends.tpu.pallas import find_tiles
+
+    columns, blocks = find_tiles(chip, case.rows, case.features, case.outputs, case.group_size)
+    return replace(case, columns=columns, blocks=blocks)
+
+
+def of_four_tiles(case: Case) -> Case:
+    """What is compiled for it: a tile costs the same whatever their number."""
+    return replace(case, outputs=4 * case.columns)
+
+
+def as_many_tiles(case: Case, found: Schedule | str) -> Schedule:
+    """The schedule of a case from that of its four tiles."""
+    assert isinstance(found, Schedule), (case, found)
+    return replace(found, tiles=-(-case.outputs // case.columns))
 
 
 def row(chip: str, case: Case, found: Schedule) -> str:
     ratio = found.cycles / floor(chip, case)
     zeros = "no" if case.symmetric else "yes"
-    tile = f"{case.features}x{found.columns}/{found.blocks}"
+    tile = f"{case.features}x{found.columns}/{found.blocks}"  # features, columns, and blocks of a turn of the loop
     return (
-        f"{case.rows:4} {case.group_size:5} {f'int{case.bits}':>5} {zeros:>5} {tile:>12} {found.tile:>8} x {found.tiles:<4} "
+        f"{case.rows:4} {case.group_size:5} {f'int{case.bits}':>5} {zeros:>5} {tile:>13} {found.tile:>8} x {found.tiles:<4} "
         f"{found.cycles:8} {floor(chip, case):8.0f} {ratio:5.2f}  {busiest(found)}"
     )
 
@@ -272,18 +299,18 @@ def tune(chips: Sequence[str]) -> None:
         outputs.setdefault(features, set()).add(number)
     for chip, features, group, rows in product(chips, outputs, GROUPS, TUNED_ROWS):
         grid = [
-            Case(rows, features, 4 * columns, group, 4, False, columns, blocks)
+            of_four_tiles(Case(rows, features, 0, group, 4, False, columns, blocks))
             for columns, blocks in product(TUNED_COLUMNS, TUNED_BLOCKS)
             if features // 128 % blocks == 0 and 32 <= blocks * columns // 16 <= 1024
         ]
         found = [(case, one) for case, one in find_schedules(chip, grid) if isinstance(one, Schedule)]
         for number in sorted(outputs[features]):
-            wide = [(replace(case, outputs=number), one) for case, one in found if case.columns <= number]
-            cut = [(case, replace(one, tiles=-(-number // case.columns))) for case, one in wide]
+            cases = [(replace(case, outputs=number), one) for case, one in found if case.columns <= number]
             ranked = sorted(
-                (expected(chip, *pair) / floor(chip, pair[0]), pair[0].columns, pair[0].blocks) for pair in cut
+                (expected(chip, case, as_many_tiles(case, one)) / floor(chip, case), case.columns, case.blocks)
+                for case, one in cases
             )
-            print(chip, rows, features, number, group, [(round(r, 3), c, b) for r, c, b in ranked], flush=True)
+            print(chip, rows, features, number, group, *(f"{c}x{b}: {ratio:.3f}" for ratio, c, b in ranked), flush=True)
 
 
 def main() -> None:

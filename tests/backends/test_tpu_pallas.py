@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,6 +26,7 @@ from llmq.backends.tpu.table import EinsumTable
 from llmq.checkpoint.loader import load_weights
 from llmq.config import SCHEMES, Granularity, QuantizationConfig
 from llmq.errors import BackendError, ConfigError
+from llmq.plan.memory import bytes_per_token
 from llmq.plan.run import PlanOptions, make_plan
 from llmq.plan.subject import read_subject
 from llmq.quant import QTensor, quantize
@@ -230,22 +230,30 @@ class TestCompiler:
                 jax.jit(run).lower(x, codes, grid, grid if zeros else None, layer).compile()
 
     def test_a_whole_step_copies_no_weights(self, tmp_path: Path) -> None:
-        (tmp_path / "config.json").write_text(json.dumps(LLAMA_2_7B | {"num_hidden_layers": 8}))
+        """Nor their grids: 86 groups of 128 are no whole tiles of memory."""
+        (tmp_path / "config.json").write_text(json.dumps(LLAMA_2_7B))
         subject = read_subject(str(tmp_path))
         quantization = QuantizationConfig(scheme="int4_blockwise", group_size=128, symmetric=False)
         weights = subject.outline(subject.quantized(quantization), quantization)
         options = ModelOptions(dtype="bfloat16", num_slots=8, max_len=256, kernel="pallas")
-        with_kernel, *_ = aot.compile_steps(weights, "v5e:1x1", options)
-        without, *_ = aot.compile_steps(weights, "v5e:1x1", replace(options, kernel=None))
-        assert with_kernel.temporary_bytes < 4 << 20
-        assert with_kernel.widened == ()
-        assert with_kernel.argument_bytes == pytest.approx(without.argument_bytes, rel=0.005)
+        with aot.no_cache():
+            _, programs = aot.lower_steps(weights, "v5e:1x1", options)
+            compiled = programs["decode"]().compile()
+        memory = compiled.memory_analysis()
+        cache = 8 * 256 * bytes_per_token(subject.config, "bfloat16")
+        assert memory.temp_size_in_bytes < 4 << 20
+        assert memory.argument_size_in_bytes == pytest.approx(weights.num_bytes + cache, rel=0.02)
+        assert compiled.as_text().count('custom_call_target="tpu_custom_call"') == 7
 
     def test_the_schedule_stays_as_short(self) -> None:
         """Cycles over those of reading the codes; what limits a longer one stands in the dated tables of benchmarks."""
         limits = {
-            "v5e": {Case(8, 4096, 4096): 0.97, Case(32, 4096, 4096, symmetric=False): 1.2, Case(8, 11008, 4096): 0.97},
-            "v6e": {Case(8, 4096, 4096): 1.05, Case(8, 4096, 4096, 32, 8): 0.9},
+            "v5e": {
+                Case(8, 4096, 4096): 1.05,
+                Case(16, 4096, 11008, symmetric=False): 1.1,
+                Case(32, 11008, 4096, symmetric=False): 1.08,
+            },
+            "v6e": {Case(8, 4096, 4096): 0.94, Case(8, 4096, 4096, 32, 8): 0.68},
         }
         for chip, cases in limits.items():
             for case, found in find_schedules(chip, list(cases)):

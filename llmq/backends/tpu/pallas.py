@@ -304,6 +304,8 @@ def _sums(x_MI: jax.Array, num_groups: int, num_grid_rows: int, rows: int) -> ja
 #: Llama-2-7B and Llama-3-8B with tiles of 256 and 512 columns by 1 to 43 blocks: each of these is within 6 % of the fewest
 #: cycles, the reading of the first tile, for which everything waits, among them.
 TILES: tuple[tuple[str | None, int, int | None, int | None, int | None, Tiles], ...] = (
+    ("v6e", MAX_ROWS, None, None, None, Tiles(512, 16)),
+    ("v6e", MAX_ROWS, None, None, None, Tiles(512, 43)),
     (None, 8, None, None, None, Tiles(256, 16)),
     (None, MAX_ROWS, None, 1024, None, Tiles(256, 16)),
     (None, 64, None, None, None, Tiles(512, 16)),
