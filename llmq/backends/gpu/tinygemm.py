@@ -154,12 +154,12 @@ def dequantize(packed: Tensor, group_size: int, scale_zero_GO2: Tensor) -> Tenso
         bfloat16 `[I, O]`.
     """
     num_groups, num_outputs, _ = scale_zero_GO2.shape
-    values_NGgb = _unpack(packed.view(-1, num_groups, group_size, BLOCK // 2)).float()
-    scale_zero_GNb2 = scale_zero_GO2.float().view(num_groups, -1, BLOCK, 2)
-    scale, zero = (part.transpose(0, 1).unsqueeze(2).contiguous() for part in scale_zero_GNb2.unbind(-1))
-    weight_NGgb = torch.addcmul(zero, values_NGgb, scale)
-    weight_GgNb = weight_NGgb.new_empty(weight_NGgb.permute(1, 2, 0, 3).shape, dtype=torch.bfloat16)
-    return weight_GgNb.copy_(weight_NGgb.permute(1, 2, 0, 3)).view(-1, num_outputs)
+    values_NGgb = _unpack(packed.view(-1, num_groups, group_size, BLOCK // 2)).bfloat16()
+    parts = (part.view(num_groups, -1, 1, BLOCK) for part in scale_zero_GO2.unbind(-1))
+    scale_NG1b, zero_NG1b = (part.transpose(0, 1).contiguous() for part in parts)
+    weight_GgNb = values_NGgb.new_empty(values_NGgb.permute(1, 2, 0, 3).shape)
+    torch.addcmul(zero_NG1b, values_NGgb, scale_NG1b, out=weight_GgNb.permute(2, 0, 1, 3))  # in float32, rounded once
+    return weight_GgNb.view(-1, num_outputs)
 
 
 def _unpack(bytes_h: Tensor) -> Tensor:
