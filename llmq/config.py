@@ -165,6 +165,8 @@ class QuantizationConfig(Frozen):
         lm_head: Scheme of an untied head, or ``none``. A tied head follows `embedding`.
         ignore: Patterns of modules to keep in their source type.
         overrides: Schemes for single modules; the last match wins.
+        activation: How linears in int8_per_channel take their inputs: ``int8`` rounds each token to int8, one scale
+            a token found as it comes, so that codes are multiplied with codes; ``none`` does not.
     """
 
     scheme: str
@@ -176,6 +178,7 @@ class QuantizationConfig(Frozen):
     lm_head: str = "int8_per_channel"
     ignore: tuple[str, ...] = ()
     overrides: tuple[Override, ...] = ()
+    activation: Literal["none", "int8"] = "none"
 
     @field_validator("scheme")
     @classmethod
@@ -194,6 +197,14 @@ class QuantizationConfig(Frozen):
         if self.group_size is not None and not blockwise:
             raise ValueError(
                 f"group_size={self.group_size}: {self.scheme} has one scale per row; use a blockwise scheme or leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _activation_fits(self) -> Self:
+        if self.activation == "int8" and self.scheme != "int8_per_channel":
+            raise ValueError(
+                f"activation='int8': goes with scheme int8_per_channel, not with {self.scheme}; leave it out"
             )
         return self
 

@@ -83,6 +83,7 @@ def forward(
     visibles = [(back >= 0) & (back < (attention.window or np.inf)) for attention in config.attentions]
 
     def linear(name: str, x: np.ndarray, key: str | None = None) -> np.ndarray:
+        x = _through_int8(x) if weights.rounds_inputs(key or f"{name}.weight") else x
         y = x @ reference_weight(weights[key or f"{name}.weight"]).T
         if f"{name}.bias" in weights:
             y = y + reference_weight(weights[f"{name}.bias"])
@@ -131,8 +132,9 @@ def _rotate(x_THh: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
     return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
-def _through_int8(x_TKh: np.ndarray) -> np.ndarray:
-    values, scale = quantize_vectors(x_TKh)
+def _through_int8(x: np.ndarray) -> np.ndarray:
+    """Vectors along the last axis, as int8 gives them back."""
+    values, scale = quantize_vectors(x)
     return values * scale[..., None].astype(np.float64)
 
 

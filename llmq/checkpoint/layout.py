@@ -143,7 +143,10 @@ def quantization_dict(config: QuantizationConfig) -> dict[str, Any]:
         A JSON object.
     """
     made_by = {"quant_method": QUANT_METHOD, "format_version": FORMAT_VERSION, "llmq_version": version("llmq")}
-    return {**made_by, **config.model_dump(mode="json")}
+    fields = config.model_dump(mode="json")
+    if fields["activation"] == "none":  # as artifacts were written before there was a choice
+        del fields["activation"]
+    return {**made_by, **fields}
 
 
 def read_quantization(raw: Mapping[str, Any]) -> QuantizationConfig:

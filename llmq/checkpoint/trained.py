@@ -49,10 +49,10 @@ def check_trained(trained: QuantizationConfig | None, given: Mapping[str, Any]) 
     if trained is None:
         return validated(QuantizationConfig, **given)
     asked = validated(QuantizationConfig, **{**trained.model_dump(), **given})
-    for field in QuantizationConfig.model_fields:
+    for field in QuantizationConfig.model_fields.keys() - {"activation"}:  # of which no grid depends
         if getattr(asked, field) != getattr(trained, field):
             raise ConfigError(
                 f"{field}={getattr(asked, field)!r}: the checkpoint was trained for {getattr(trained, field)!r}; "
                 "leave it out to quantize on the grid it was trained for."
             )
-    return trained
+    return asked

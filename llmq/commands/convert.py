@@ -27,6 +27,7 @@ def convert(
     lm_head: options.HeadScheme = QuantizationConfig.model_fields["lm_head"].default,
     ignore: options.Ignore = None,
     override: options.Overrides = None,
+    activation: options.Activation = QuantizationConfig.model_fields["activation"].default,
     dry_run: options.DryRun = False,
     strict: options.Strict = False,
     force: options.Force = False,

@@ -50,6 +50,13 @@ HeadScheme = Annotated[
     str,
     typer.Option("--lm-head", help="Scheme of an untied head, or none to keep it. A tied head follows --embedding."),
 ]
+Activation = Annotated[
+    str,
+    typer.Option(
+        "--activation",
+        help="int8 rounds the inputs of int8_per_channel linears as well, one scale a token; none does not.",
+    ),
+]
 Ignore = Annotated[
     list[str] | None,
     typer.Option(
@@ -137,6 +144,7 @@ _FIELDS = MappingProxyType(
         "lm_head": "lm_head",
         "ignore": "ignore",
         "override": "overrides",
+        "activation": "activation",
     }
 )
 

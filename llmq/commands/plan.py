@@ -20,6 +20,7 @@ def plan(
     lm_head: options.HeadScheme = QuantizationConfig.model_fields["lm_head"].default,
     ignore: options.Ignore = None,
     override: options.Overrides = None,
+    activation: options.Activation = QuantizationConfig.model_fields["activation"].default,
     max_model_len: Annotated[int | None, typer.Option("--max-model-len", help="Context in tokens. Default: the model's, at most 4096.", show_default=False)] = None,
     max_num_seqs: Annotated[int, typer.Option("--max-num-seqs", help="Sequences at once.")] = 8,
     kv_cache_dtype: options.KvCacheDtype = "auto",

@@ -37,6 +37,7 @@ def quantize(
     lm_head: options.HeadScheme = QuantizationConfig.model_fields["lm_head"].default,
     ignore: options.Ignore = None,
     override: options.Overrides = None,
+    activation: options.Activation = QuantizationConfig.model_fields["activation"].default,
     backend: options.BackendName = "auto",
     device: options.Device = None,
     dtype: options.DType = None,

@@ -153,6 +153,7 @@ def _name(quantization: QuantizationConfig) -> str:
     extra += ["sym" if quantization.symmetric else "asym"] * (
         quantization.symmetric != QuantizationConfig(scheme=quantization.scheme).symmetric
     )
+    extra += [f"inputs {quantization.activation}"] * ("activation" in asked)
     return " ".join([quantization.scheme, *extra])
 
 

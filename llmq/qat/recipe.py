@@ -151,6 +151,15 @@ class Recipe(Frozen):
             raise ValueError(f"warmup={self.warmup}: must be less than the {self.max_steps} steps")
         return self
 
+    @model_validator(mode="after")
+    def _trains_weights_only(self) -> Self:
+        if self.quantization.activation != "none":
+            raise ValueError(
+                f"quantization.activation={self.quantization.activation!r}: training rounds weights only; leave it out, "
+                "and give it to llmq convert when the run is done"
+            )
+        return self
+
     def learning_rate(self, step: int, num_steps: int) -> float:
         """Of a step.
 

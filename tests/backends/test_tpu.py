@@ -75,7 +75,7 @@ def test_accelerator_layouts_in_the_whole_model(tiny: ModelWeights, monkeypatch:
     weights = QuantizedWeights(tiny, QuantizationConfig(scheme="int4_blockwise"))
     model = open_model(weights)
     np.testing.assert_allclose(logits_of(model, TOKENS[:40]), forward(weights, TOKENS[:40].tolist()), rtol=0, atol=1e-4)
-    assert model.caps.kernels[0] == "21 linears: int4 einsum, scale after each group"
+    assert model.caps.kernels[0] == "21 linears: int4 einsum, dequantized in its operand"
 
 
 def mixed(name: str) -> Scheme | None:

@@ -5,11 +5,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from llmq.backends.tpu.linear import DenseLinear, EinsumLinear, Linear, ScanLinear
+from llmq.backends.tpu import linear
+from llmq.backends.tpu.linear import DenseLinear, EinsumLayout, EinsumLinear, Int8InputLinear, Linear, ScanLinear
 from llmq.backends.tpu.nibbles import pack_halves, unpack_halves
 from llmq.backends.tpu.table import DenseTable, EinsumTable, ScanTable, Table
 from llmq.config import SCHEMES, Granularity
-from llmq.quant import QTensor, dequantize, quantize
+from llmq.quant import QTensor, dequantize, quantize, quantize_vectors
 from tests.backends.bounds import assert_accumulation_only
 
 NUM_OUTPUTS, NUM_FEATURES, GROUP_SIZE = 96, 192, 64
@@ -65,6 +66,58 @@ def test_bias(layout: type[ScanLinear]) -> None:
     bias = np.linspace(-3, 3, NUM_OUTPUTS).astype(ml_dtypes.bfloat16)
     y = apply(layout.from_qtensor(weight, bias), x)
     assert_accumulation_only(y, x, weight, bias.astype(np.float64))
+
+
+@pytest.mark.parametrize("num_rows", [5, 64, 100, 128])
+def test_rows_in_runs_are_put_back_in_order(num_rows: int) -> None:
+    weight, x = random_codes("int4_blockwise", symmetric=False), random_inputs(num_rows)
+    y = apply(EinsumLinear.from_qtensor(weight, None), x)
+    assert y.shape == (num_rows, NUM_OUTPUTS)
+    assert_accumulation_only(y, x, weight)
+
+
+def test_pairs_of_groups_are_the_same_product(symmetric: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(linear.PAIRS_FROM, "v6e", 70)
+    row = SCHEMES["int4_blockwise"].model_copy(update={"symmetric": symmetric, "group_size": 32})
+    x = np.random.default_rng(0).standard_normal((70, 512)).astype(np.float32)
+    weight = quantize(np.random.default_rng(1).standard_normal((NUM_OUTPUTS, 512)).astype(ml_dtypes.bfloat16), row)
+    layer = EinsumLayout("v6e").from_qtensor(weight, None)
+    assert "32,8,2," not in str(jax.make_jaxpr(layer)(x[:64]))
+    assert "[8,2,32,96]" in str(jax.make_jaxpr(layer)(x))
+    assert_accumulation_only(apply(layer, x), x, weight)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_the_weight_of_a_bfloat16_product_is_the_dequantized_one(scheme: str, symmetric: bool) -> None:
+    """An input of one 1 finds each weight, rounded once."""
+    weight = random_codes(scheme, symmetric)
+    y = apply(EinsumLinear.from_qtensor(weight, None), np.eye(NUM_FEATURES, dtype=ml_dtypes.bfloat16))
+    np.testing.assert_array_equal(np.asarray(y).T, dequantize(weight, "bfloat16"))
+
+
+@pytest.mark.parametrize("layout", LINEARS)
+class TestInt8Inputs:
+    def test_codes_times_codes(self, layout: type[ScanLinear], symmetric: bool) -> None:
+        weight, x = random_codes("int8_per_channel", symmetric), random_inputs(9)
+        x[3] = 0
+        x[4] *= 1e4
+        bias = np.linspace(-3, 3, NUM_OUTPUTS).astype(ml_dtypes.bfloat16)
+        layer = Int8InputLinear(layout.from_qtensor(weight, None), bias)
+        values, scale = jax.jit(quantize_vectors)(x)
+        rounded = np.asarray(values, np.float64) * np.asarray(scale, np.float64)[:, None]
+        assert np.abs(rounded - x).max(axis=1) == pytest.approx(np.abs(x).max(axis=1) / 254, rel=0.3)
+        y = apply(layer, x)
+        assert_accumulation_only(y, rounded, weight, bias.astype(np.float64))
+        np.testing.assert_array_equal(y[3], bias.astype(np.float32))
+
+    def test_result_has_the_type_of_x(self, layout: type[ScanLinear]) -> None:
+        layer = Int8InputLinear(layout.from_qtensor(random_codes("int8_per_channel", True), None), None)
+        assert jax.eval_shape(layer, random_inputs(2).astype(ml_dtypes.bfloat16)).dtype == ml_dtypes.bfloat16
+
+
+def test_inputs_in_int8_are_multiplied_as_integers() -> None:
+    layer = Int8InputLinear(EinsumLinear.from_qtensor(random_codes("int8_per_channel", True), None), None)
+    assert "preferred_element_type=int32" in str(jax.make_jaxpr(layer)(random_inputs(2)))
 
 
 @pytest.mark.parametrize("layout", [*LINEARS, DenseLinear])

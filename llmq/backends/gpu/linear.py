@@ -17,7 +17,7 @@ from torch import Tensor
 
 from llmq.backends.gpu import tinygemm, xla
 from llmq.errors import BackendError
-from llmq.quant import QTensor, dequantize
+from llmq.quant import QTensor, dequantize, quantize_vectors
 
 #: By bits: from how many rows of a run on a dense product, with the weight dequantized for it, beats the
 #: kernel. Measured by ``benchmarks/crossover.py`` on a CPU with AVX512.
@@ -192,6 +192,43 @@ class Int8Linear(Linear):
         return y_MO
 
 
+class Int8InputLinear(Linear):
+    """int8 codes, one scale a row, times each row of x rounded to int8: summed in integers, rounded once at the end.
+
+    Args:
+        qtensor: NumPy codes of 8 bits.
+        bias: `[O]` or None.
+        device: Where.
+    """
+
+    kernel = "int8 weights and inputs"
+
+    def __init__(self, qtensor: QTensor, bias: Tensor | None, device: torch.device) -> None:
+        super().__init__(None)
+        self._values_IO = to_tensor(qtensor.values).to(device).T
+        self._scale_O = to_tensor(qtensor.scale[:, 0]).to(device).float()
+        self._zero_O = None if qtensor.zero is None else to_tensor(qtensor.zero[:, 0]).to(device).float()
+        self._bias_O = None if bias is None else bias.float()
+
+    def _matmul(self, x_MI: Tensor) -> Tensor:
+        values_MI, scale_M = quantize_vectors(x_MI)
+        y_MO = _integer_product(values_MI, self._values_IO) * self._scale_O
+        if self._zero_O is not None:
+            y_MO += values_MI.sum(dim=1, keepdim=True, dtype=torch.float32) * self._zero_O
+        y_MO *= scale_M[:, None]
+        return (y_MO if self._bias_O is None else y_MO + self._bias_O).to(x_MI.dtype)
+
+
+def _integer_product(x_MI: Tensor, values_IO: Tensor) -> Tensor:
+    """float32 `[M, O]` of int8 matrices."""
+    num_rows, num_features = x_MI.shape
+    if x_MI.device.type == "cpu":
+        return torch.ops.aten._int_mm(x_MI, values_IO).float()
+    if x_MI.device.type == "cuda" and num_features % 8 == values_IO.shape[1] % 8 == 0:  # and more than 16 rows
+        return torch.ops.aten._int_mm(F.pad(x_MI, (0, 0, 0, -num_rows % 32)), values_IO)[:num_rows].float()
+    return x_MI.float() @ values_IO.float()
+
+
 class XlaLinear(Linear):
     """Codes of any scheme on XLA, which converts them while it multiplies.
 
@@ -271,7 +308,11 @@ def int8_refusal(qtensor: QTensor, device: torch.device, dtype: torch.dtype) -> 
 
 
 def make_linear(
-    weight: np.ndarray | QTensor, bias: np.ndarray | None, device: torch.device, dtype: torch.dtype
+    weight: np.ndarray | QTensor,
+    bias: np.ndarray | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    int8_inputs: bool = False,
 ) -> Linear:
     """Load a weight onto the kernel that takes it.
 
@@ -280,6 +321,7 @@ def make_linear(
         bias: `[O]` or None.
         device: Where.
         dtype: Compute type.
+        int8_inputs: Whether it takes its inputs in int8; then there are codes of 8 bits, one scale a row.
 
     Returns:
         The layer.
@@ -290,6 +332,8 @@ def make_linear(
     bias_O = None if bias is None else to_compute(bias, device, dtype)
     if not isinstance(weight, QTensor):
         return DenseLinear(to_compute(weight, device, dtype), bias_O)
+    if int8_inputs:
+        return Int8InputLinear(weight, bias_O, device)
     if device.type == "xla":
         return XlaLinear(weight, bias_O, device, dtype)
     refuse = tinygemm.refusal if weight.num_bits == 4 else int8_refusal
@@ -307,6 +351,7 @@ def make_joined(
     biases: Sequence[np.ndarray | None],
     device: torch.device,
     dtype: torch.dtype,
+    int8_inputs: Sequence[bool] = (),
 ) -> Linear:
     """Load weights that read the same input: onto one kernel where they are stored alike.
 
@@ -317,6 +362,7 @@ def make_joined(
         biases: `[O]` or None each.
         device: Where.
         dtype: Compute type.
+        int8_inputs: Whether each takes its inputs in int8; none does by default.
 
     Returns:
         A layer whose outputs stand behind one another.
@@ -325,11 +371,13 @@ def make_joined(
         BackendError: See `to_compute`.
     """
     present = [bias for bias in biases if bias is not None]
-    if len({_storage(weight) for weight in weights}) > 1 or len(present) not in (0, len(weights)):
-        pairs = zip(weights, biases, strict=True)
-        return SideBySide([make_linear(weight, bias, device, dtype) for weight, bias in pairs])
+    int8_inputs = int8_inputs or [False] * len(weights)
+    stored = {(_storage(weight), rounds) for weight, rounds in zip(weights, int8_inputs, strict=True)}
+    if len(stored) > 1 or len(present) not in (0, len(weights)):
+        each = zip(weights, biases, int8_inputs, strict=True)
+        return SideBySide([make_linear(weight, bias, device, dtype, rounds) for weight, bias, rounds in each])
     bias = np.concatenate(present) if present else None
-    return make_linear(_concatenated(weights), bias, device, dtype)
+    return make_linear(_concatenated(weights), bias, device, dtype, int8_inputs[0])
 
 
 def _storage(weight: np.ndarray | QTensor) -> tuple[object, ...]:

@@ -96,7 +96,9 @@ class Layer:
 
         def linear(names: Sequence[str]) -> Linear:
             biases = [array(f"{name}.bias") for name in names]
-            return make_joined([weights[f"{at}{name}.weight"] for name in names], biases, device, dtype)
+            matrices = [f"{at}{name}.weight" for name in names]
+            rounds = [weights.rounds_inputs(name) for name in matrices]
+            return make_joined([weights[name] for name in matrices], biases, device, dtype, rounds)
 
         def norm(name: str | None) -> Tensor | None:
             here = f"{at}{name}.weight"

@@ -3,19 +3,21 @@
     y[m, o] = sum_i x[m, i] * weight[o, i] + bias[o]
     weight[o, i] = values[o, i] * scale[o, g] + zero[o, g]        g = i // group_size
 
-No layout ever holds the dequantized matrix. The scale multiplies a group's partial sum instead of
-its weights, and the zero meets the group's sum of x:
+No layout ever holds the dequantized matrix. On an accelerator it exists only in the operand of the
+product, a piece at a time. On the CPU the scale multiplies a group's partial sum instead of its weights,
+and the zero meets the group's sum of x:
 
     y[m, o] = sum_g scale[o, g] * (sum_{i in g} x[m, i] * values[o, i])  +  zero[o, g] * (sum_{i in g} x[m, i])
 
 Sums accumulate in float32; the result is rounded once to the type of x. Every layout is a pytree,
 so that like layers stack along a leading axis and are scanned.
 
-Shape letters: M rows of x, I input and O output features, G groups, g features of a group, B
-blocks of a scan, b features of a block (c bytes).
+Shape letters: M rows of x, in N runs of r, I input and O output features, G groups, in P pairs p, g
+features of a group, B blocks of a scan, b features of a block (c bytes).
 """
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Self
 
 import jax
@@ -26,7 +28,7 @@ from jax import lax
 from jax.tree_util import register_dataclass
 
 from llmq.backends.tpu.nibbles import pack_halves, unpack_halves
-from llmq.quant import QTensor
+from llmq.quant import QTensor, quantize_vectors
 
 Leaf = Any  # an array: NumPy while a layout is built, JAX once it is on the device
 
@@ -36,6 +38,14 @@ MAX_BLOCK = 128
 
 #: For fewer rows XLA uses no matrix unit of a TPU, and copies a head's codes.
 MIN_ROWS = 8
+
+#: Rows of a run. From 128 rows in one on, the compiler for v6e makes the codes the left operand, and
+#: transposes them at every step for 600k cycles; runs keep them on the right, at no cost on any chip.
+MAX_RUN = 64
+
+#: Chip -> rows from which on two groups are contracted as one, as deep as its matrix unit is. With fewer
+#: rows the codes take longer to arrange than that saves.
+PAIRS_FROM = {"v6e": 1024}
 
 
 class Linear(Protocol):
@@ -75,6 +85,21 @@ class QuantizedLinear(Linear, Protocol):
         ...
 
 
+class IntegerLinear(QuantizedLinear, Protocol):
+    """A layout of codes that multiplies codes too."""
+
+    def of_integers(self, values_MI: jax.Array) -> jax.Array:
+        """The product with integers, without a bias.
+
+        Args:
+            values_MI: int8.
+
+        Returns:
+            float32 `[M, O]`.
+        """
+        ...
+
+
 @register_dataclass
 @dataclass(frozen=True)
 class DenseLinear:
@@ -97,16 +122,24 @@ class DenseLinear:
 @register_dataclass
 @dataclass(frozen=True)
 class EinsumLinear:
-    """Codes of their own width, multiplied group by group in one batched product.
+    """Codes of their own width, dequantized in the operand of one product.
 
-    For accelerators: the compiler reads int4 directly and fuses the conversion into the matrix
-    unit's operand, as long as groups and features stay separate axes.
+        For accelerators: the compiler reads int4 directly and fuses scale, zero and conversion into the matrix
+        unit's operand, as long as groups and features stay separate axes and the arithmetic is in float32, and
+        never writes the weight out. Each weight is rounded once, as the contract has it.
+
+        This one form has the fewest estimated cycles of all that were tried, for every chip, scheme and number
+        of rows: thousands a layer of 4096 x 4096, asymmetric int4 in groups of 128, from
+        ``benchmarks/tpu_cycles.py``, which has the rest:
+
+    @TABLE@
     """
 
     values_GgO: Leaf
     scale_GO: Leaf
     zero_GO: Leaf | None
     bias_O: Leaf | None
+    chip: str | None = field(default=None, metadata={"static": True})
 
     @classmethod
     def from_qtensor(cls, weight: QTensor, bias_O: np.ndarray | None) -> Self:
@@ -118,16 +151,42 @@ class EinsumLinear:
     @property
     def kernel(self) -> str:
         """See `Linear.kernel`."""
-        return f"{self.values_GgO.dtype.name} einsum, scale after each group"
+        return f"{self.values_GgO.dtype.name} einsum, dequantized in its operand"
 
     def __call__(self, x_MI: jax.Array) -> jax.Array:
         """See `Linear.__call__`."""
-        num_groups, group_size, _ = self.values_GgO.shape
-        x_MGg = pad_rows(x_MI).reshape(-1, num_groups, group_size)
-        values_GgO = self.values_GgO.astype(x_MI.dtype)
-        y_MGO = jnp.einsum("mGg,Ggo->mGo", x_MGg, values_GgO, preferred_element_type=jnp.float32)
-        y_MO = jnp.sum(y_MGO * _float32(self.scale_GO), axis=1) + _zero_part(x_MGg, self.zero_GO)
-        return _finish(y_MO[: x_MI.shape[0]], self.bias_O, x_MI)
+        weight_GgO = _float32(self.values_GgO) * _float32(self.scale_GO)[:, None]
+        if self.zero_GO is not None:
+            weight_GgO += _float32(self.zero_GO)[:, None]
+        # Whole pairs for each of up to eight devices that share the groups.
+        in_pairs = weight_GgO.shape[0] % 16 == 0 and x_MI.shape[0] >= PAIRS_FROM.get(self.chip or "", math.inf)
+        groups, form = ((-1, 2), "NrPpg,PpgO->NrO") if in_pairs else ((-1,), "NrGg,GgO->NrO")
+        weight = weight_GgO.astype(x_MI.dtype).reshape(*groups, *weight_GgO.shape[1:])
+        x_NrI = in_runs(x_MI)
+        x = x_NrI.reshape(*x_NrI.shape[:2], *weight.shape[:-1])
+        y_NrO = jnp.einsum(form, x, weight, preferred_element_type=jnp.float32)
+        return _finish(y_NrO.reshape(-1, y_NrO.shape[-1])[: x_MI.shape[0]], self.bias_O, x_MI)
+
+    def of_integers(self, values_MI: jax.Array) -> jax.Array:
+        """See `IntegerLinear.of_integers`: in int8, summed in int32. There is one scale a row."""
+        (values_IO,), (scale_O,) = self.values_GgO, _float32(self.scale_GO)
+        y_MO = jnp.dot(pad_rows(values_MI), values_IO, preferred_element_type=jnp.int32)[: values_MI.shape[0]]
+        return _float32(y_MO) * scale_O + _zero_part(values_MI[:, None], self.zero_GO)
+
+
+@dataclass(frozen=True, slots=True)
+class EinsumLayout:
+    """`EinsumLinear` for a chip.
+
+    Attributes:
+        chip: As in ``--target``; None for one that nothing is known of.
+    """
+
+    chip: str | None
+
+    def from_qtensor(self, weight: QTensor, bias_O: np.ndarray | None) -> EinsumLinear:
+        """See `QuantizedLinear.from_qtensor`."""
+        return replace(EinsumLinear.from_qtensor(weight, bias_O), chip=self.chip)
 
 
 @register_dataclass
@@ -185,6 +244,10 @@ class ScanLinear:
         y_MO += _zero_part(x_MI.reshape(num_rows, num_groups, -1), self.zero_GO)
         return _finish(y_MO, self.bias_O, x_MI)
 
+    def of_integers(self, values_MI: jax.Array) -> jax.Array:
+        """See `IntegerLinear.of_integers`. XLA's int8 product is slow here; a block's sum is exact in float32 too."""
+        return self(_float32(values_MI))
+
     def _product(self, x: jax.Array, values: jax.Array) -> jax.Array:
         """`[M, O]` of one block: `[M, b]` times its codes, `[b, O]` or packed `[c, O]`."""
         if self.num_bits == 8:
@@ -193,6 +256,33 @@ class ScanLinear:
         halves = zip(jnp.split(x, 2, axis=1), unpack_halves(values), strict=True)
         low, high = (jnp.dot(x, half.astype(x.dtype), preferred_element_type=jnp.float32) for x, half in halves)
         return low + high
+
+
+@register_dataclass
+@dataclass(frozen=True)
+class Int8InputLinear:
+    """Codes times codes: each row of x is rounded to int8 first.
+
+        y[m, o] = x_scale[m] * (sum_i x_values[m, i] * values[o, i]) * scale[o]
+                  +  x_scale[m] * (sum_i x_values[m, i]) * zero[o]  +  bias[o]
+
+    Attributes:
+        codes: One scale a row, and no bias.
+        bias_O: Added last.
+    """
+
+    codes: Any  # an IntegerLinear
+    bias_O: Leaf | None
+
+    @property
+    def kernel(self) -> str:
+        """See `Linear.kernel`."""
+        return f"{self.codes.kernel}, inputs in int8"
+
+    def __call__(self, x_MI: jax.Array) -> jax.Array:
+        """See `Linear.__call__`."""
+        values_MI, scale_M = quantize_vectors(x_MI)
+        return _finish(self.codes.of_integers(values_MI) * scale_M[:, None], self.bias_O, x_MI)
 
 
 def pad_rows(x_MI: jax.Array) -> jax.Array:
@@ -205,6 +295,20 @@ def pad_rows(x_MI: jax.Array) -> jax.Array:
         `x_MI`, with rows of zeros below it where there are fewer.
     """
     return jnp.pad(x_MI, ((0, max(0, MIN_ROWS - x_MI.shape[0])), (0, 0)))
+
+
+def in_runs(x_MI: jax.Array) -> jax.Array:
+    """Rows in runs that a matrix unit is used for, and that leave the other operand where it is.
+
+    Args:
+        x_MI: `[M, I]`.
+
+    Returns:
+        `[N, r, I]` with `MIN_ROWS` <= r <= `MAX_RUN`; rows of zeros fill the last run.
+    """
+    num_rows, num_features = x_MI.shape
+    run = min(max(num_rows, MIN_ROWS), MAX_RUN)
+    return jnp.pad(x_MI, ((0, -num_rows % run), (0, 0))).reshape(-1, run, num_features)
 
 
 def _block_size(num_features: int) -> int:

@@ -7,7 +7,7 @@ accelerator the host holds int4 codes a byte each until they are on the device.)
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from types import MappingProxyType
@@ -21,7 +21,15 @@ from jax.sharding import PartitionSpec as P
 from llmq.backends.base import KernelName
 from llmq.backends.tpu.cache import whole_blocks
 from llmq.backends.tpu.device import Device
-from llmq.backends.tpu.linear import DenseLinear, EinsumLinear, Linear, ScanLinear
+from llmq.backends.tpu.linear import (
+    DenseLinear,
+    EinsumLayout,
+    EinsumLinear,
+    Int8InputLinear,
+    IntegerLinear,
+    Linear,
+    ScanLinear,
+)
 from llmq.backends.tpu.mesh import TP, layer_specs, put, table_specs
 from llmq.backends.tpu.model import Layer, Params
 from llmq.backends.tpu.pallas import PallasLayout
@@ -49,10 +57,11 @@ class Layouts:
 
     linear: LinearLayout
     table: type[QuantizedTable]
+    integer: type[IntegerLinear]  # where inputs are codes too
 
 
-CPU_LAYOUTS = Layouts(ScanLinear, ScanTable)
-ACCELERATOR_LAYOUTS = Layouts(EinsumLinear, EinsumTable)
+CPU_LAYOUTS = Layouts(ScanLinear, ScanTable, ScanLinear)
+ACCELERATOR_LAYOUTS = Layouts(EinsumLinear, EinsumTable, EinsumLinear)
 
 #: What JAX calls a chip -> as in ``--target``.
 _CHIPS = MappingProxyType({"TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v5p": "v5p", "TPU v6 lite": "v6e"})
@@ -73,7 +82,7 @@ def accelerator_layouts(device: Device, num_devices: int, kernel: KernelName | N
         BackendError: The kernel does not run there.
     """
     if kernel is None:
-        return ACCELERATOR_LAYOUTS
+        return replace(ACCELERATOR_LAYOUTS, linear=EinsumLayout(_CHIPS.get(device.device_kind)))
     if device.platform != "tpu":
         raise BackendError(
             f"kernel={kernel!r}: runs on a TPU, and the device here is a {device.platform}; leave --kernel out."
@@ -83,7 +92,7 @@ def accelerator_layouts(device: Device, num_devices: int, kernel: KernelName | N
             f"kernel={kernel!r}: runs on one device, and {num_devices} are to share the model; leave --kernel out, or "
             "take one device."
         )
-    return Layouts(PallasLayout(_CHIPS.get(device.device_kind, device.device_kind)), EinsumTable)
+    return replace(ACCELERATOR_LAYOUTS, linear=PallasLayout(_CHIPS.get(device.device_kind, device.device_kind)))
 
 
 def load_params(
@@ -187,6 +196,8 @@ class _Loader:
     def linear(self, name: str) -> Linear:
         weight, bias_O = self.weights[f"{name}.weight"], self.optional(f"{name}.bias")
         if isinstance(weight, QTensor):
+            if self.weights.rounds_inputs(f"{name}.weight"):
+                return Int8InputLinear(self.layouts.integer.from_qtensor(weight, None), bias_O)
             return self.layouts.linear.from_qtensor(weight, bias_O)
         return DenseLinear(weight.T.astype(self.dtype), bias_O)
 

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from llmq.backends.tpu.cache import Cache
-from llmq.backends.tpu.linear import DenseLinear, EinsumLinear, Leaf, ScanLinear
+from llmq.backends.tpu.linear import DenseLinear, EinsumLinear, Int8InputLinear, Leaf, ScanLinear
 from llmq.backends.tpu.model import Layer, Params
 from llmq.backends.tpu.pallas import PallasLinear
 from llmq.backends.tpu.table import DenseTable, EinsumTable, ScanTable, Table
@@ -131,13 +131,16 @@ def _by_inputs(linear: Any, tp: int) -> Any:
     bias = None if linear.bias_O is None else P()
     if isinstance(linear, DenseLinear):
         return DenseLinear(P(TP), bias)
+    if isinstance(linear, Int8InputLinear):
+        return Int8InputLinear(_by_inputs(linear.codes, tp), bias)
     if isinstance(linear, ScanLinear | PallasLinear):  # of one device: its blocks come one after the other
         return replicated(linear)
     assert isinstance(linear, EinsumLinear)
     by_groups = linear.scale_GO.shape[0] % tp == 0
     grid = P(TP) if by_groups else P()
     zero = None if linear.zero_GO is None else grid
-    return EinsumLinear(P(TP) if by_groups else P(None, TP), grid, zero, bias)
+    values = P(TP) if by_groups else P(None, TP)
+    return replace(linear, values_GgO=values, scale_GO=grid, zero_GO=zero, bias_O=bias)
 
 
 def replicated(tree: Any) -> Any:
