@@ -124,15 +124,23 @@ class DenseLinear:
 class EinsumLinear:
     """Codes of their own width, dequantized in the operand of one product.
 
-        For accelerators: the compiler reads int4 directly and fuses scale, zero and conversion into the matrix
-        unit's operand, as long as groups and features stay separate axes and the arithmetic is in float32, and
-        never writes the weight out. Each weight is rounded once, as the contract has it.
+    For accelerators: the compiler reads int4 directly and fuses scale, zero and conversion into the matrix
+    unit's operand, as long as groups and features stay separate axes and the arithmetic is in float32, and
+    never writes the weight out. Each weight is rounded once, as the contract has it.
 
-        This one form has the fewest estimated cycles of all that were tried, for every chip, scheme and number
-        of rows: thousands a layer of 4096 x 4096, asymmetric int4 in groups of 128, from
-        ``benchmarks/tpu_cycles.py``, which has the rest:
+    Of all forms that were tried this one has the fewest estimated cycles for every scheme, chip and number of
+    rows, but for `PAIRS_FROM`. Thousands of cycles for 4096 x 4096, symmetric int4 in groups of 128, bfloat16
+    beside it (``benchmarks/tpu_cycles.py`` finds them, and the rest):
 
-    @TABLE@
+        chip, rows                                v5e: 8   256  1024   v6e: 8   256  1024
+        bfloat16                                      88   118   369       46    55   174
+        this                                          37    88   371       29    50   185
+        this, all rows in one run                     37    88   371       29   624   749
+        a product a group, scaled after it            66   400  1496       37   203   794
+        dequantized, reshaped, multiplied            359   386     -      179   186   313
+
+    Attributes:
+        chip: As in ``--target``; None for one that nothing is known of.
     """
 
     values_GgO: Leaf
