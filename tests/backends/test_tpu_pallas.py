@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,7 +23,6 @@ from llmq.backends.tpu.load import ACCELERATOR_LAYOUTS, Layouts, load_params
 from llmq.backends.tpu.mesh import make_mesh
 from llmq.backends.tpu.model import decode
 from llmq.backends.tpu.pallas import PallasLayout, PallasLinear, Tiles, at_layer, find_tiles, matmul
-from llmq.backends.tpu.table import EinsumTable
 from llmq.checkpoint.loader import load_weights
 from llmq.config import SCHEMES, Granularity, QuantizationConfig
 from llmq.errors import BackendError, ConfigError
@@ -172,7 +172,7 @@ def test_a_model_decodes_as_with_the_products_of_the_compiler(tmp_path: Path) ->
             cache, found = decode(weights.config, "float32", params, cache, ids, at, np.ones(2, bool))
         return np.asarray(found)
 
-    with_kernel = logits(Layouts(PallasLayout("v5e"), EinsumTable))
+    with_kernel = logits(replace(ACCELERATOR_LAYOUTS, linear=PallasLayout("v5e")))
     np.testing.assert_allclose(with_kernel, logits(ACCELERATOR_LAYOUTS), rtol=0, atol=1e-4)
 
 

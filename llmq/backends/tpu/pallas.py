@@ -33,7 +33,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.tree_util import register_dataclass
 
-from llmq.backends.tpu.linear import MIN_ROWS, EinsumLinear, Leaf, Linear
+from llmq.backends.tpu.linear import MIN_ROWS, EinsumLayout, Leaf, Linear
 from llmq.quant import QTensor
 
 #: Features that are multiplied at a time, and what columns are counted in.
@@ -112,7 +112,7 @@ class PallasLayout:
         num_outputs, num_features = weight.shape
         block_size = _block_size(num_features, weight.scale.shape[-1])
         if block_size is None or num_outputs % LANES:
-            return EinsumLinear.from_qtensor(weight, bias_O)
+            return EinsumLayout(self.chip).from_qtensor(weight, bias_O)
         code_type = ml_dtypes.int4 if weight.num_bits == 4 else np.int8
         values_BbO = weight.values.T.reshape(-1, block_size, num_outputs).astype(code_type)
         zero_GO = None if weight.zero is None else _padded(weight.zero.T)
