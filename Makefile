@@ -1,6 +1,7 @@
 # make demo    environment, a real model, both backends answer a question
 # make test    environment, lint and every test
 # make test-xla    torch_xla in an environment of its own (.venv-xla, 8 GB), and its tests
+# make test-cuda   the torch backend on a CUDA device, where there is one
 # make soak    a real server under mixed load for a minute, held against its figures
 # make check   lint, types, layers, docstrings and the fast tests
 
@@ -15,7 +16,7 @@ QUESTION := What is the capital of France?
 # Two test processes on small machines: waiting threads must not keep the cores from working ones.
 TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
 
-.PHONY: demo test test-xla check soak lint format setup model clean
+.PHONY: demo test test-xla test-cuda check soak lint format setup model clean
 
 setup: $(VENV)/.dev
 
@@ -65,6 +66,9 @@ $(XLA_VENV)/.ready: pyproject.toml constraints-xla.txt
 
 test-xla: $(XLA_VENV)/.ready
 	$(TEST_ENV) PJRT_DEVICE=CPU $(XLA_VENV)/bin/pytest --numprocesses 2 --quiet -rP tests/xla
+
+test-cuda: $(VENV)/.dev
+	$(BIN)/pytest -s --quiet tests/cuda
 
 soak: $(VENV)/.dev $(MODEL)
 	test -d $(ARTIFACT) || $(BIN)/llmq convert $(MODEL) --output $(ARTIFACT) --scheme int4_blockwise

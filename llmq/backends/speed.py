@@ -85,7 +85,7 @@ def measure(
     for load in loads:
         runs: list[tuple[float, float, float]] = []
         for _ in range(repeat):
-            state, run = _run(model, state, *load)
+            state, run = run_once(model, state, *load)
             runs.append(run)
             progress(len(found) * repeat + len(runs), len(loads) * repeat)
         batch_size, prompt_len, gen_len = load
@@ -102,10 +102,21 @@ def measure(
     return found
 
 
-def _run(
+def run_once(
     model: InferenceModel, state: State, batch_size: int, prompt_len: int, gen_len: int
 ) -> tuple[State, tuple[float, float, float]]:
-    """Seconds until the first sequence's first token, until everyone's, and of all further steps."""
+    """One workload, once.
+
+    Args:
+        model: With slots and room for it.
+        state: Consumed.
+        batch_size: Sequences at once.
+        prompt_len: Tokens of each prompt.
+        gen_len: Tokens of each answer.
+
+    Returns:
+        The new state; seconds until the first sequence's first token, until everyone's, and of all further steps.
+    """
     num_slots, chunk = model.caps.num_slots, model.caps.chunk_size
     uniform, slots = np.zeros(num_slots, np.float32), np.arange(num_slots)
     prompts = np.random.default_rng(0).integers(0, model.caps.vocab_size, (batch_size, prompt_len)).astype(np.int32)
