@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from llmq.backends.base import Backend, ComputeType, KernelName, Memory, ModelOptions
+from llmq.backends.host import is_first_process
 from llmq.backends.registry import select_backend
 from llmq.checkpoint.loader import ModelWeights, load_weights
 from llmq.checkpoint.reader import Progress
@@ -106,7 +107,7 @@ def run(
         BackendError: The backend cannot be used.
     """
     keys = read_keys(options.api_key_file)
-    sock = listen(options.host, options.port)
+    sock = listen(options.host, options.port if is_first_process() else 0)  # the others do not answer
     weights = load_weights(model)
     tokenizer = Tokenizer.from_files(weights.reader.side_files(), weights.config)
     defaults = sampling_defaults(tokenizer.generation_defaults)

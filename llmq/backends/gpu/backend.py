@@ -29,10 +29,17 @@ class GPUBackend:
         return memory(device)
 
     def open_model(self, weights: ModelWeights, options: ModelOptions) -> InferenceModel:
-        """See `base.Backend.open_model`."""
+        """See `base.Backend.open_model`. Of processes that share a model the first returns; the others follow it and end."""
         from llmq.backends.gpu.infer import TorchModel
+        from llmq.backends.gpu.parallel import LeadingModel, follow
 
-        return TorchModel(weights, options)
+        model = TorchModel(weights, options)
+        if model.team is None:
+            return model
+        if model.team.rank > 0:
+            follow(model, model.team)
+            raise SystemExit(0)
+        return LeadingModel(model, model.team)
 
     def open_calibrator(self, weights: ModelWeights, options: ModelOptions, num_threads: int) -> Calibrator:
         """See `base.Backend.open_calibrator`."""

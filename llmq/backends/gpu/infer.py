@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +14,7 @@ from llmq.backends.gpu.attention import Cache, RunPlace, StepPlace, send
 from llmq.backends.gpu.compiled import CompiledDecoder
 from llmq.backends.gpu.device import DTYPES, choose_device
 from llmq.backends.gpu.model import Decoder
+from llmq.backends.gpu.parallel import ShardedWeights, join_team
 from llmq.backends.gpu.rows import row_counts
 from llmq.backends.gpu.threads import Threads, choose_threads, use
 from llmq.backends.sampling import (
@@ -95,30 +97,36 @@ class TorchModel:
         weights: Read one by one.
         options: How.
 
+    Attributes:
+        caps: What it is.
+        team: The processes that share it; None where it is this one's alone.
+
     Raises:
-        BackendError: Several devices are asked for, or one that is not there, or a kernel of another backend.
+        BackendError: A device is not there, as many processes as `tp`, a compiler, or a kernel of another backend.
+        ConfigError: The processes cannot share the weights evenly.
     """
 
     def __init__(self, weights: ModelWeights, options: ModelOptions) -> None:
-        if options.dp * options.tp > 1:
-            raise BackendError(
-                f"mesh='dp={options.dp},tp={options.tp}': the gpu backend runs a model on one device; leave --mesh and "
-                "--tp out, or use --backend tpu."
-            )
         if options.kernel is not None:
             raise BackendError(
                 f"kernel={options.kernel!r}: is a kernel for TPUs; leave --kernel out, or use --backend tpu where there is one."
             )
         self._device, dtype = choose_device(options)
         self._dtype = DTYPES[dtype]
-        self._decoder = Decoder(weights, options.max_len, self._device, self._dtype)
+        self.team = join_team(options, self._device)
+        part = ShardedWeights(weights, self.team) if self.team else weights
+        self._decoder = Decoder(part, options.max_len, self._device, self._dtype, self.team)
         self._steps = CompiledDecoder(self._decoder) if options.compile else self._decoder
-        self._row_counts = row_counts(self._steps, options.num_slots)
+        with self.team.alone() if self.team else nullcontext():
+            self._row_counts = row_counts(self._steps, options.num_slots)
+        if self.team:
+            self._row_counts = self.team.tell(self._row_counts)
         self._num_bytes = self._decoder.num_bytes
         self._threads = self._choose_threads(options) if self._device.type == "cpu" else None
+        several = f"{self.team.size} x " if self.team else ""
         name = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "CPU"
         self.caps = Caps(
-            device=f"{name}, torch {torch.__version__}",
+            device=f"{several}{name}, torch {torch.__version__}",
             dtype=dtype,
             kv_dtype="int8" if options.kv_int8 else dtype,
             num_slots=options.num_slots,
@@ -333,8 +341,8 @@ class TorchModel:
         return arriving, done
 
     def _choose_threads(self, options: ModelOptions) -> Threads:
-        if options.num_threads is not None:
-            return Threads(options.num_threads, options.num_threads, options.num_threads)
+        if options.num_threads is not None or self.team:
+            return Threads(*[options.num_threads or torch.get_num_threads()] * 3)
         num_tokens = min(_CHUNK_SIZES["cpu"], options.max_len)
         return choose_threads(self._decoder, self._row_counts, num_tokens)
 

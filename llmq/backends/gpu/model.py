@@ -16,7 +16,7 @@ from torch import Tensor
 from llmq.backends.gpu.attention import Place
 from llmq.backends.gpu.device import release_freed_memory
 from llmq.backends.gpu.linear import Linear, make_joined, make_linear, to_compute, to_tensor
-from llmq.checkpoint.loader import ModelWeights
+from llmq.backends.gpu.parallel import AnyWeights, GatheredLinear, ShardedWeights, SummedLinear, Team
 from llmq.model.config import ModelConfig
 from llmq.model.names import EMBEDDING, FINAL_NORM, LM_HEAD, STAGES, layer_norms, layer_prefix, norm_factor
 from llmq.model.rotary import rotary_tables
@@ -84,9 +84,12 @@ class Layer:
         index: Which layer.
         device: Where.
         dtype: Compute type.
+        team: Who shares the layer.
     """
 
-    def __init__(self, weights: ModelWeights, index: int, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, weights: AnyWeights, index: int, device: torch.device, dtype: torch.dtype, team: Team | None = None
+    ) -> None:
         at = layer_prefix(index)
 
         def array(name: str) -> np.ndarray | None:
@@ -109,6 +112,8 @@ class Layer:
         self.mlp_norm, self.out_norm = norm(names.mlp), norm(names.out)
         self.q_norm, self.k_norm = norm("self_attn.q_norm"), norm("self_attn.k_norm")
         self.qkv, self.o, self.gate_up, self.down = (linear(names) for names in STAGES)
+        if team:
+            self.o, self.down = SummedLinear(self.o, team), SummedLinear(self.down, team)
 
     @property
     def linears(self) -> list[Linear]:
@@ -124,6 +129,7 @@ class Decoder:
         max_len: Positions to prepare.
         device: Where.
         dtype: Compute type.
+        team: Who shares it.
 
     Attributes:
         num_compiles: Programs made for it.
@@ -131,17 +137,22 @@ class Decoder:
 
     num_compiles = 0
 
-    def __init__(self, weights: ModelWeights, max_len: int, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, weights: AnyWeights, max_len: int, device: torch.device, dtype: torch.dtype, team: Team | None = None
+    ) -> None:
         self.config = config = weights.config
         self.device, self.dtype = device, dtype
         table = weights[EMBEDDING]
         self.embedding = Embedding(table, device, dtype)
         self.layers: list[Layer] = []
         for index in range(config.num_layers):
-            self.layers.append(Layer(weights, index, device, dtype))
+            self.layers.append(Layer(weights, index, device, dtype, team))
             release_freed_memory()
         self.final_norm = norm_weight(weights, FINAL_NORM, device, dtype)
-        self.head = make_linear(table if config.tie_embeddings else weights[LM_HEAD], None, device, dtype)
+        if team and isinstance(weights, ShardedWeights):
+            self.head: Linear = GatheredLinear(make_linear(weights.head(), None, device, dtype), team)
+        else:
+            self.head = make_linear(table if config.tie_embeddings else weights[LM_HEAD], None, device, dtype)
         self._scale = torch.tensor(config.embedding_scale, dtype=dtype, device=device)
         self._attention = [config.attention_index(layer) for layer in range(config.num_layers)]
         self._rotations = rotations(config, max_len, device)
@@ -263,7 +274,7 @@ class Decoder:
         return *rotate(qk, cos_Mh, sin_Mh).split_with_sizes(sizes, dim=1), v
 
 
-def norm_weight(weights: ModelWeights, name: str, device: torch.device, dtype: torch.dtype) -> Tensor:
+def norm_weight(weights: AnyWeights, name: str, device: torch.device, dtype: torch.dtype) -> Tensor:
     """What a norm multiplies by, in the compute type; in float32 where an offset is part of it."""
     loaded = weights[name]
     assert not isinstance(loaded, QTensor)
