@@ -125,9 +125,9 @@ def test_a_layout_of_devices(mesh: str | None, tp: int | None, layout: dict[str,
         read_mesh(mesh, tp)
 
 
-def test_the_gpu_backend_has_one_device(tmp_path: Path) -> None:
+def test_the_gpu_backend_takes_a_process_a_device(tmp_path: Path) -> None:
     path = write_tiny(tmp_path / "m", num_hidden_layers=1)
     for name, contents in byte_tokenizer_files().items():
         (path / name).write_bytes(contents)
-    with pytest.raises(BackendError, match="tp=2': the gpu backend runs a model on one device"):
+    with pytest.raises(BackendError, match="tp=2: the gpu backend takes as many processes, and 1 run"):
         CliRunner().invoke(app, ["generate", str(path), "x", "--backend", "cpu", "--tp", "2"], catch_exceptions=False)
