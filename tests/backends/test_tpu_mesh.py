@@ -38,6 +38,8 @@ found = {}
 for name, options in meshes.items():
     model = load_backend("tpu").open_model(weights, ModelOptions("cpu", "float32", 4, 160, **options))
     state = model.init_state()
+    held = state.cache.k_LSTKh.addressable_shards[0].data.shape[3]
+    assert held == max(1, weights.config.num_kv_heads // options.get("tp", 1)), held
     logits, tokens = [], []
     for slot, prompt in enumerate(prompts):
         state, parts = model.extend(state, slot, prompt[:-1], 0, want_logits=True) if len(prompt) > 1 else (state, None)

@@ -74,7 +74,7 @@ class JaxModel:
         check_weights(weights, options.tp)
         if options.num_slots % options.dp:
             raise BackendError(f"dp={options.dp}: does not divide the {options.num_slots} slots.")
-        mesh = make_mesh(devices, options.dp, options.tp)
+        mesh = make_mesh(devices, options.dp, options.tp, weights.config.num_kv_heads)
         layouts = accelerator_layouts(device, mesh.size, options.kernel)
         if on_cpu and mesh.size == 1:
             layouts = CPU_LAYOUTS
@@ -94,7 +94,7 @@ class JaxModel:
         # On its device by name: arrays that JAX may move are other arguments to it, compiled once more.
         empty = partial(_empty, self._config, self.caps)
         cache, slots = jax.eval_shape(empty)
-        specs = cache_specs(cache, options.tp), replicated(slots)
+        specs = cache_specs(cache), replicated(slots)
         self._init = jax.jit(empty, out_shardings=shardings(mesh, specs))
         weights_size = sum(leaf.on_device_size_in_bytes() for leaf in jax.tree.leaves(self._params))
         state_size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(jax.eval_shape(self._init)))

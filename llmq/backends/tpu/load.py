@@ -30,13 +30,12 @@ from llmq.backends.tpu.linear import (
     Linear,
     ScanLinear,
 )
-from llmq.backends.tpu.mesh import TP, layer_specs, put, table_specs
+from llmq.backends.tpu.mesh import layer_specs, parts, put, table_specs
 from llmq.backends.tpu.model import Layer, Params
 from llmq.backends.tpu.pallas import PallasLayout
 from llmq.backends.tpu.table import DenseTable, EinsumTable, QuantizedTable, ScanTable, Table
 from llmq.checkpoint.loader import ModelWeights
 from llmq.errors import BackendError
-from llmq.model.config import ModelConfig
 from llmq.model.names import EMBEDDING, FINAL_NORM, LM_HEAD, layer_norms, layer_prefix, norm_factor
 from llmq.model.rotary import rotary_tables
 from llmq.quant import QTensor
@@ -116,7 +115,7 @@ def load_params(
     for _, like in groupby(layers, _structure):
         segment = list(like)
         kernels.update(linear.kernel for layer in segment for linear in _linears(layer))
-        segments.append(_stacked(segment, weights.config, mesh))
+        segments.append(_stacked(segment, mesh))
     embedding = loader.table(EMBEDDING)
     head = None if weights.config.tie_embeddings else loader.table(LM_HEAD)
     rest = (embedding, loader.norm(FINAL_NORM), head, *rotary_tables(weights.config, whole_blocks(max_len)))
@@ -232,10 +231,10 @@ def _linears(layer: Layer) -> Iterator[Linear]:
     yield from (layer.q, layer.k, layer.v, layer.o, layer.gate, layer.up, layer.down)
 
 
-def _stacked(layers: list[Layer], config: ModelConfig, mesh: Mesh) -> Layer:
+def _stacked(layers: list[Layer], mesh: Mesh) -> Layer:
     """Stack like layers on the devices, giving up each leaf as soon as it is there."""
     tree = jax.tree.structure(layers[0])
-    specs = jax.tree.leaves(layer_specs(layers[0], config, mesh.shape[TP]))
+    specs = jax.tree.leaves(layer_specs(layers[0], parts(mesh)))
     columns = [jax.tree.leaves(layer) for layer in layers]
     layers.clear()
     stacked = [put(np.stack([column.pop(0) for column in columns]), mesh, P(None, *spec)) for spec in specs]

@@ -1,5 +1,7 @@
 """Where arrays lie when several devices run one model: a mesh of `dp` groups of slots by `tp` parts of a layer.
 
+Where a model has fewer key/value heads than a layer has parts, some parts share a head, and each holds it.
+
 q, k, v, gate and up are split along their outputs, o and down along their inputs, groups and scales with
 them; the embedding and the head along the vocabulary; the cache along slots and key/value heads. The
 compiler finds the collectives: two sums a layer. One device is a mesh of one.
@@ -24,32 +26,48 @@ from llmq.backends.tpu.pallas import PallasLinear
 from llmq.backends.tpu.table import DenseTable, EinsumTable, ScanTable, Table
 from llmq.checkpoint.loader import ModelWeights
 from llmq.errors import BackendError
-from llmq.model.config import ModelConfig
 from llmq.model.shards import check_tp
 
 Device = Any  # jax.Device, which is not a type to type checkers
 
-#: The axes: slots, and parts of a layer.
-DP, TP = "dp", "tp"
+#: The axes: slots, key/value heads, and what shares a head where there are fewer of them than parts of a layer.
+DP, HEADS, SHARED = "dp", "heads", "shared"
+
+#: Parts of a layer.
+TP = (HEADS, SHARED)
 
 
-def make_mesh(devices: Sequence[Device], dp: int, tp: int) -> Mesh:
+def make_mesh(devices: Sequence[Device], dp: int, tp: int, num_kv_heads: int = 1) -> Mesh:
     """Lay devices out.
 
     Args:
         devices: Those there are.
         dp: Groups, each with slots of its own.
         tp: Devices of a group.
+        num_kv_heads: Of the model; divides `tp`, or is divided by it.
 
     Returns:
-        The mesh, `[dp, tp]`.
+        The mesh, `[dp, heads, shared]`.
 
     Raises:
         BackendError: There are too few.
     """
     if dp * tp > len(devices):
         raise BackendError(f"mesh='dp={dp},tp={tp}': takes {dp * tp} devices, and there are {len(devices)} here.")
-    return Mesh(np.array([*devices[: dp * tp]]).reshape(dp, tp), (DP, TP))
+    heads = min(tp, num_kv_heads)
+    return Mesh(np.array([*devices[: dp * tp]]).reshape(dp, heads, tp // heads), (DP, *TP))
+
+
+def parts(mesh: Mesh) -> int:
+    """How many devices compute a layer together.
+
+    Args:
+        mesh: From `make_mesh`.
+
+    Returns:
+        Their number.
+    """
+    return mesh.shape[HEADS] * mesh.shape[SHARED]
 
 
 def check_weights(weights: ModelWeights, tp: int) -> None:
@@ -98,23 +116,21 @@ def whole(array: jax.Array) -> np.ndarray:
     return np.array(multihost_utils.process_allgather(array, tiled=True))
 
 
-def layer_specs(layer: Layer, config: ModelConfig, tp: int) -> Layer:
+def layer_specs(layer: Layer, tp: int) -> Layer:
     """How a layer is split.
 
     Args:
         layer: Its leaves have no axis of layers.
-        config: The model.
         tp: Devices that share it.
 
     Returns:
         The same tree, of specs.
     """
-    by_heads = _by_outputs if config.num_kv_heads % tp == 0 else replicated
     return replace(
         replicated(layer),
         q=_by_outputs(layer.q),
-        k=by_heads(layer.k),
-        v=by_heads(layer.v),
+        k=_by_outputs(layer.k, HEADS),
+        v=_by_outputs(layer.v, HEADS),
         o=_by_inputs(layer.o, tp),
         gate=_by_outputs(layer.gate),
         up=_by_outputs(layer.up),
@@ -122,9 +138,9 @@ def layer_specs(layer: Layer, config: ModelConfig, tp: int) -> Layer:
     )
 
 
-def _by_outputs(linear: Any) -> Any:
+def _by_outputs(linear: Any, axes: str | tuple[str, ...] = TP) -> Any:
     """The last axis of every leaf is that of the outputs."""
-    return jax.tree.map(lambda leaf: P(*(None,) * (leaf.ndim - 1), TP), linear)
+    return jax.tree.map(lambda leaf: P(*(None,) * (leaf.ndim - 1), axes), linear)
 
 
 def _by_inputs(linear: Any, tp: int) -> Any:
@@ -168,26 +184,23 @@ def table_specs(table: Table) -> Table:
     return jax.tree.map(lambda _: P(TP) if isinstance(table, DenseTable | EinsumTable) else P(), table)
 
 
-def cache_specs(cache: Cache, tp: int) -> Cache:
+def cache_specs(cache: Cache) -> Cache:
     """How a cache is split.
 
     Args:
         cache: Or its shapes.
-        tp: Devices that share its heads.
 
     Returns:
         The same tree, of specs.
     """
-    heads = TP if cache.k_LSTKh.shape[3] % tp == 0 else None
-    return jax.tree.map(lambda _: P(None, DP, None, heads), cache)
+    return jax.tree.map(lambda _: P(None, DP, None, HEADS), cache)
 
 
-def params_specs(params: Params, config: ModelConfig, tp: int) -> Params:
+def params_specs(params: Params, tp: int) -> Params:
     """How a model is split.
 
     Args:
         params: Or their shapes.
-        config: The model.
         tp: Devices that compute a layer together.
 
     Returns:
@@ -200,7 +213,7 @@ def params_specs(params: Params, config: ModelConfig, tp: int) -> Params:
     segments = []
     for segment in params.segments:
         one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), segment)
-        segments.append(jax.tree.map(behind_layers, layer_specs(one, config, tp), is_leaf=_is_spec))
+        segments.append(jax.tree.map(behind_layers, layer_specs(one, tp), is_leaf=_is_spec))
     head = None if params.head is None else table_specs(params.head)
     return Params(table_specs(params.embedding), tuple(segments), P(), head, P(), P())
 
