@@ -19,7 +19,7 @@ from llmq.config import QuantizationConfig
 from llmq.convert import convert, plan_conversion
 from llmq.errors import BackendError, ConfigError
 from tests.backends.quantized import QuantizedWeights
-from tests.tiny import byte_tokenizer_files, write_tiny
+from tests.tiny import write_tiny
 
 MODEL = {"num_hidden_layers": 2, "attention_bias": True, "tie_word_embeddings": True}
 
@@ -72,29 +72,50 @@ def test_what_cannot_be_shared_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
         GPUBackend().open_model(weights, ModelOptions("cpu", tp=2, compile=True))
 
 
+#: Steps of two slots, one of them copied, and scores: tokens and log-probabilities.
+SCRIPT = """
+import sys
+import numpy as np
+from llmq.backends.base import ModelOptions, Run, SlotSampling
+from llmq.backends.gpu.backend import GPUBackend
+from llmq.checkpoint.loader import load_weights
+
+model, tp, output = sys.argv[1:]
+options = ModelOptions("cpu", "float32", num_slots=3, max_len=64, num_threads=1, tp=int(tp))
+model = GPUBackend().open_model(load_weights(model), options)
+prompt, outs = np.arange(1, 30, dtype=np.int32), []
+state, _ = model.extend(model.init_state(), 0, prompt[:-1], 0)
+state = model.copy_slot(state, 0, 2, 28)
+for slot in (0, 2):
+    state = model.set_slot(state, slot, prompt + slot * (prompt == 29), SlotSampling(logit_bias={7: float(slot)}))
+for _ in range(8):
+    active = np.array([True, False, True])
+    state, handle = model.decode(state, active, np.zeros(3, np.float32), want_logprobs=True)
+    out = model.fetch(handle)
+    outs.append(np.column_stack([out.tokens, out.top_logprobs])[active])
+_, scores = model.score(state, 1, 0, [Run(prompt[:-1], prompt[1:])])
+np.savez(output, steps=np.array(outs), scores=scores[0].logprobs)
+"""
+
+
 @pytest.mark.slow
-def test_two_processes_answer_as_one(tmp_path: Path) -> None:
+def test_two_processes_compute_as_one(tmp_path: Path) -> None:
     source = write_tiny(tmp_path / "m", **MODEL)
-    for name, contents in byte_tokenizer_files().items():
-        (source / name).write_bytes(contents)
     config = QuantizationConfig(scheme="int4_blockwise", group_size=32)
     convert(plan_conversion(str(source), config), tmp_path / "int4")
-    (tmp_path / "prompts.txt").write_text("once upon a time\nthe quick brown fox\n")
-    command = ["-m", "llmq", "generate", tmp_path / "int4", "--prompts-file", tmp_path / "prompts.txt"]
-    command += ["--backend", "cpu", "--dtype", "float32", "--max-tokens", "24", "--temperature", "0", "--threads", "1"]
+    (tmp_path / "run.py").write_text(SCRIPT)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port]
-    answers = []
-    for line in (command, [*launcher, *command, "--tp", "2"]):
-        done = subprocess.run(
-            [sys.executable, *map(str, line)],
-            capture_output=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            check=False,
-        )
+    found = []
+    for tp, launched in ((1, []), (2, launcher)):
+        line = [*launched, tmp_path / "run.py", tmp_path / "int4", tp, tmp_path / f"{tp}.npz"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run([sys.executable, *map(str, line)], capture_output=True, env=environment, check=False)
         assert done.returncode == 0, done.stderr.decode()
-        answers.append(done.stdout)
-    assert answers[0] == answers[1]
-    assert len(answers[0]) > 60
+        found.append(np.load(tmp_path / f"{tp}.npz"))
+    one, two = found
+    np.testing.assert_array_equal(one["steps"][..., 0], two["steps"][..., 0])
+    for name in ("steps", "scores"):
+        np.testing.assert_allclose(one[name], two[name], atol=1e-4)
