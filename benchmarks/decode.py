@@ -1,13 +1,14 @@
 """Tokens a second of llmq and of others on one CPU, side by side in one run.
 
-    python -m benchmarks.decode MODEL [--groupsize 64] [--rounds 5] [--threads 1,2]
+    python -m benchmarks.decode MODEL [--groupsize 64] [--rounds 5] [--steps 128] [--threads 1,2 | --cpu]
         [--genai PYTHON=MODEL] [--work DIR]
 
 Every contestant is a process of its own for every number of threads, and all take turns, so that whatever else the
 machine does falls on all of them. A row is the better number of threads, its median and its range, for a
 prompt of 128 tokens and 128 steps of one sequence, the same of eight, and a prompt of 512. `llmq`
 chooses its threads itself. transformers and torchao run from this interpreter, on the weights dequantized to bf16;
-onnxruntime-genai from one that has it, on what its own builder made.
+onnxruntime-genai from one that has it, on what its own builder made. On a machine that is busy with other
+things --cpu counts tokens a CPU second of one thread.
 """
 
 import argparse
@@ -18,14 +19,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 
 PEERS = Path(__file__).parent / "peers"
-
-#: What -> prompt, answer, sequences.
-LOADS = {"decode, batch 1": (128, 128, 1), "decode, batch 8": (128, 32, 8), "prefill 512": (512, 2, 1)}
 
 
 @dataclass
@@ -60,12 +60,19 @@ def main() -> None:
     parser.add_argument("--threads", default="1,2")
     parser.add_argument("--genai", metavar="PYTHON=MODEL")
     parser.add_argument("--work", type=Path)
+    parser.add_argument("--steps", type=int, default=128)
+    parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--answer", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--compile", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.answer:
-        answer(args.model, args.compile)
+        answer(args.model, args.compile, args.cpu)
         return
+    loads = {
+        "decode, batch 1": (128, args.steps, 1),
+        "decode, batch 8": (128, max(2, args.steps // 4), 8),
+        "prefill 512": (512, 2, 1),
+    }
     work = args.work or Path(tempfile.mkdtemp())
     int4, twin = work / "int4", work / "twin"
     if not int4.exists():
@@ -76,23 +83,23 @@ def main() -> None:
     contestants = started(args, int4, twin)
     print(f"{platform.platform()}, {cpu_name()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at the start")
     print(f"llmq {version('llmq')}, " + ", ".join(dict.fromkeys(c.told["name"] for c in contestants if c.told["name"])))
-    found = {(id(c), load): [] for c in contestants for load in LOADS}
+    found = {(id(c), load): [] for c in contestants for load in loads}
     for _ in range(args.rounds):
-        for load, sizes in LOADS.items():
+        for load, sizes in loads.items():
             for contestant in contestants:
                 prompt, steps = contestant.seconds(sizes)
                 prompt_len, gen_len, batch_size = sizes
                 done = prompt_len / prompt if load.startswith("prefill") else batch_size * (gen_len - 1) / steps
                 found[id(contestant), load].append(done)
     print(
-        f"load {os.getloadavg()[0]:.1f} at the end; tokens a second, median of {args.rounds} rounds (lowest to highest), threads"
+        f"load {os.getloadavg()[0]:.1f} at the end; tokens a {'CPU second of one thread' if args.cpu else 'second'}, median of {args.rounds} rounds (lowest to highest), threads"
     )
-    print(f"| contestant | head | {' | '.join(LOADS)} |")
-    print("|---" * (2 + len(LOADS)) + "|")
+    print(f"| contestant | head | {' | '.join(loads)} |")
+    print("|---" * (2 + len(loads)) + "|")
     best: dict[str, list[float]] = {}
     for name in dict.fromkeys(c.name for c in contestants):
         cells, best[name] = [], []
-        for load in LOADS:
+        for load in loads:
             mine = [(found[id(c), load], c.threads) for c in contestants if c.name == name]
             rates, threads = max(mine, key=lambda one: statistics.median(one[0]))
             best[name].append(statistics.median(rates))
@@ -104,7 +111,7 @@ def main() -> None:
     for mine in ours:
         for other in best:
             if other != mine:
-                ratios = [paired(found, contestants, mine, other, load) for load in LOADS]
+                ratios = [paired(found, contestants, mine, other, load) for load in loads]
                 print(f"  {mine} / {other}: {', '.join(f'{ratio:.2f}' for ratio in ratios)}")
     for contestant in contestants:
         contestant.process.stdin.close()
@@ -112,18 +119,20 @@ def main() -> None:
 
 def started(args: argparse.Namespace, int4: Path, twin: Path) -> list[Contestant]:
     """All of them, loaded one after the other."""
-    ours = [sys.executable, "-m", "benchmarks.decode", "--answer"]
+    clock = ["--cpu"] if args.cpu else []
+    ours = [sys.executable, "-m", "benchmarks.decode", "--answer", *clock]
+    chosen = "1" if args.cpu else "own choice"
     contestants = [
-        Contestant.start("llmq int4 --compile", "own choice", [*ours, "--compile", int4]),
-        Contestant.start("llmq int4", "own choice", [*ours, int4]),
-        Contestant.start("llmq bf16", "own choice", [*ours, twin]),
+        Contestant.start("llmq int4 --compile", chosen, [*ours, "--compile", int4]),
+        Contestant.start("llmq int4", chosen, [*ours, int4]),
+        Contestant.start("llmq bf16", chosen, [*ours, twin]),
     ]
     peer = [sys.executable, PEERS / "decode_transformers.py", twin]
-    for threads in args.threads.split(","):
-        contestants.append(Contestant.start("transformers bf16", threads, [*peer, threads]))
-        int4_peer = [*peer, threads, "--int4", args.groupsize]
+    for threads in ["1"] if args.cpu else args.threads.split(","):
+        contestants.append(Contestant.start("transformers bf16", threads, [*peer, threads, *clock]))
+        int4_peer = [*peer, threads, *clock, "--int4", args.groupsize]
         contestants.append(Contestant.start("transformers + torchao int4", threads, int4_peer))
-        if args.genai:
+        if args.genai and not args.cpu:
             python, model = args.genai.split("=", 1)
             command = [python, PEERS / "decode_genai.py", model, threads]
             contestants.append(Contestant.start("onnxruntime-genai int4, int8 activations", threads, command))
@@ -142,14 +151,16 @@ def paired(found: dict, contestants: list[Contestant], mine: str, other: str, lo
     return statistics.median(a / b for a, b in zip(rates(mine), rates(other), strict=True))
 
 
-def answer(path: str, compiled: bool) -> None:
+def answer(path: str, compiled: bool, cpu: bool) -> None:
     """llmq's own contestant."""
+    from llmq.backends import speed
     from llmq.backends.base import ModelOptions
     from llmq.backends.registry import load_backend
-    from llmq.backends.speed import run_once
     from llmq.checkpoint.loader import load_weights
 
-    options = ModelOptions(device="cpu", num_slots=8, max_len=640, compile=compiled)
+    options = ModelOptions(device="cpu", num_slots=8, max_len=640, compile=compiled, num_threads=1 if cpu else None)
+    if cpu:
+        speed.time = SimpleNamespace(perf_counter=time.process_time)
     weights = load_weights(path)
     model = load_backend("gpu").open_model(weights, options)
     state = model.warmup(model.init_state())
@@ -158,7 +169,7 @@ def answer(path: str, compiled: bool) -> None:
     print(json.dumps({"name": "", "head": head, "kernels": kernels}), flush=True)
     for line in sys.stdin:
         prompt_len, gen_len, batch_size = map(int, line.split())
-        state, (_, prompt, steps) = run_once(model, state, batch_size, prompt_len, gen_len)
+        state, (_, prompt, steps) = speed.run_once(model, state, batch_size, prompt_len, gen_len)
         print(json.dumps((prompt, steps)), flush=True)
 
 
