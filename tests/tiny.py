@@ -47,6 +47,26 @@ GEMMA3: dict[str, Any] = {
     "rope_scaling": {"rope_type": "linear", "factor": 4.0},
 }
 
+#: Changes that make it a Mixtral, and a Qwen3-MoE.
+MIXTRAL: dict[str, Any] = {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": None,
+}
+QWEN3_MOE: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "head_dim": 64,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 64,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+
 
 def tiny_config(**changes: Any) -> dict[str, Any]:
     """A ``config.json``; a change of None removes the field."""

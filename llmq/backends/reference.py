@@ -3,7 +3,7 @@
 It is the oracle of the tests. Each call runs the whole sequence again in float64, so that what is
 compared with it is the other side's rounding.
 
-Shape letters: T positions, D hidden, H heads, K kv heads, h head size, V vocabulary.
+Shape letters: T positions, D hidden, H heads, K kv heads, h head size, E experts, X chosen ones, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,7 +33,8 @@ from llmq.backends.host import host_memory
 from llmq.backends.sampling import Rules, Seen, SlotRules, bias_row, log_probabilities, prompt_row, sample
 from llmq.checkpoint.loader import ModelWeights
 from llmq.errors import BackendError
-from llmq.model.names import EMBEDDING, FINAL_NORM, LM_HEAD, layer_norms, layer_prefix, norm_factor
+from llmq.model.config import Experts
+from llmq.model.names import EMBEDDING, FINAL_NORM, LM_HEAD, expert_names, layer_norms, layer_prefix, norm_factor
 from llmq.model.rotary import rotary_tables
 from llmq.quant import QTensor, dequantize, quantize_vectors
 from llmq.quant.affine import dtype_of
@@ -78,6 +79,7 @@ def forward(
     config = weights.config
     positions = np.arange(len(tokens))
     norms, activation = layer_norms(config), _ACTIVATIONS[config.activation]
+    mixture = expert_names(config)
     rotations = list(zip(*rotary_tables(config, len(tokens)), strict=True))
     back = positions[:, None] - positions
     visibles = [(back >= 0) & (back < (attention.window or np.inf)) for attention in config.attentions]
@@ -101,6 +103,19 @@ def forward(
         out = linear(f"{name}_proj", x).reshape(len(tokens), num_heads, config.head_dim)
         return norm(f"{name}_norm.weight", out) if f"{name}_norm.weight" in weights else out
 
+    def gated(gate: str, up: str, down: str, x: np.ndarray) -> np.ndarray:
+        return linear(down, activation(linear(gate, x)) * linear(up, x))
+
+    def mlp(at: str, x: np.ndarray) -> np.ndarray:
+        if mixture is None or config.experts is None:
+            return gated(f"{at}mlp.gate_proj", f"{at}mlp.up_proj", f"{at}mlp.down_proj", x)
+        weight_TE, out = route(linear(f"{at}{mixture.router}", x), config.experts), np.zeros_like(x)
+        for (gate, up, down), weight_T in zip(mixture.experts, weight_TE.T, strict=True):
+            if (chosen := np.flatnonzero(weight_T)).size:
+                mine = gated(f"{at}{gate}", f"{at}{up}", f"{at}{down}", x[chosen])
+                out[chosen] += weight_T[chosen, None] * mine
+        return out
+
     x = reference_weight(weights[EMBEDDING])[np.asarray(tokens)] * float(np.float32(config.embedding_scale))
     for layer in range(config.num_layers if num_layers is None else num_layers):
         at, kind = layer_prefix(layer), config.attention_index(layer)
@@ -112,11 +127,27 @@ def forward(
             k, v = _through_int8(k), _through_int8(v)
         out = linear(f"{at}self_attn.o_proj", _attend(q * config.attention_scale, k, v, visibles[kind]))
         x = x + (norm(f"{at}{norms.attended}.weight", out) if norms.attended else out)
-        inner = norm(f"{at}{norms.mlp}.weight", x)
-        gated = activation(linear(f"{at}mlp.gate_proj", inner)) * linear(f"{at}mlp.up_proj", inner)
-        out = linear(f"{at}mlp.down_proj", gated)
+        out = mlp(at, norm(f"{at}{norms.mlp}.weight", x))
         x = x + (norm(f"{at}{norms.out}.weight", out) if norms.out else out)
     return linear("lm_head", norm(FINAL_NORM, x), EMBEDDING if config.tie_embeddings else LM_HEAD)
+
+
+def route(scores_TE: np.ndarray, experts: Experts) -> np.ndarray:
+    """How much each expert counts for each token.
+
+    Args:
+        scores_TE: Of the router.
+        experts: How many are chosen.
+
+    Returns:
+        `[T, E]`, 0 for experts that are not chosen.
+    """
+    probs_TE = np.exp(scores_TE - scores_TE.max(axis=-1, keepdims=True))
+    probs_TE /= probs_TE.sum(axis=-1, keepdims=True)
+    chosen_TX = np.argsort(-probs_TE, axis=-1, kind="stable")[:, : experts.num_chosen]
+    weight_TE = np.zeros_like(probs_TE)
+    np.put_along_axis(weight_TE, chosen_TX, np.take_along_axis(probs_TE, chosen_TX, axis=-1), axis=-1)
+    return weight_TE / weight_TE.sum(axis=-1, keepdims=True) if experts.normalized else weight_TE
 
 
 #: `ModelConfig.activation` -> what it is.

@@ -126,6 +126,7 @@ _QUANTIZABLE = (Kind.LINEAR, Kind.EMBEDDING, Kind.LM_HEAD)
 _NEVER = {
     Kind.NORM: "norms are never quantized",
     Kind.BIAS: "biases are never quantized",
+    Kind.ROUTER: "routers are never quantized",
 }
 
 

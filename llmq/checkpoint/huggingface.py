@@ -6,9 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from llmq.checkpoint.fused import split_experts
 from llmq.checkpoint.reader import TensorInfo, read_json
 from llmq.checkpoint.safetensors import StoredTensor, read_header
 from llmq.errors import CheckpointError
+from llmq.model.config import architecture_of
 
 #: Endings of files that hold weights in one format or another: never side files.
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
@@ -35,7 +37,7 @@ class HuggingFaceCheckpoint:
         self.config: Mapping[str, Any] = read_json(path / "config.json")
         self.files: Mapping[str, Path] = weight_files(path)
         if all(name.endswith(".safetensors") for name in self.files):
-            self._stored = read_stored(path, self.files)
+            self._stored = split_experts(read_stored(path, self.files), architecture_of(self.config))
             self.tensors: Mapping[str, TensorInfo] = {
                 name: TensorInfo(t.shape, t.dtype, t.num_bytes, t.path.name) for name, t in self._stored.items()
             }

@@ -29,6 +29,7 @@ class Family:
         norm_offset: Added to the stored weight of every norm.
         output_norms: RMS norms on what attention and MLP add to the stream.
         scales_embedding: Embeddings are multiplied by the root of ``hidden_size``.
+        expert_size: Field with the inner features of an expert, where layers have experts.
         defaults: Fields that ``config.json`` may leave out, and what they are then.
         neutral: Fields that change the computation in ways llmq does not compute -> values that do not.
     """
@@ -41,6 +42,7 @@ class Family:
     norm_offset: float = 0.0
     output_norms: bool = False
     scales_embedding: bool = False
+    expert_size: str | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
     neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict[str, tuple[Any, ...]])
 
@@ -74,6 +76,19 @@ FAMILIES: MappingProxyType[str, Family] = MappingProxyType(
                 "final_logit_softcapping": (None,),
                 "use_bidirectional_attention": (None, False),
             },
+        ),
+        "MixtralForCausalLM": Family(
+            attention_bias=False,
+            sliding_window=True,
+            expert_size="intermediate_size",
+            defaults={"rope_theta": 1e6, "norm_topk_prob": True},
+            neutral={"norm_topk_prob": (True,)},
+        ),
+        "Qwen3MoeForCausalLM": Family(
+            qk_norm=True,
+            expert_size="moe_intermediate_size",
+            defaults={"norm_topk_prob": False},
+            neutral={"use_sliding_window": (None, False)},
         ),
     }
 )
@@ -126,16 +141,40 @@ class Attention(NamedTuple):
     rotary: Rotary
 
 
+class Experts(Frozen):
+    """How the MLPs of a layer, its experts, are chosen for a token.
+
+    Probabilities are the softmax of ``router @ x`` over all experts. The most likely ones are computed, of equal
+    ones the first, and their outputs summed with their probabilities for weights.
+
+    Attributes:
+        num_experts: Of a layer.
+        num_chosen: For each token.
+        normalized: Divide the weights by their sum.
+    """
+
+    num_experts: _Count
+    num_chosen: _Count
+    normalized: bool
+
+    @model_validator(mode="after")
+    def _are_enough(self) -> Self:
+        if self.num_chosen > self.num_experts:
+            raise ValueError(f"num_experts_per_tok={self.num_chosen}: must be at most the {self.num_experts} experts")
+        return self
+
+
 class ModelConfig(Frozen):
     """A decoder of the Llama family.
 
     Every layer is: RMS norm, grouped-query attention with rotary positions, residual; RMS norm,
-    gated MLP ``down(activation(gate(x)) * up(x))``, residual. Before each residual there may be
+    gated MLP ``down(activation(gate(x)) * up(x))`` or a sum over several, residual. Before each residual there may be
     one more norm.
 
     Attributes:
         architecture: Key of `FAMILIES`.
-        vocab_size, hidden_size, intermediate_size, head_dim: Sizes of the tensors.
+        vocab_size, hidden_size, intermediate_size, head_dim: Sizes of the tensors; `intermediate_size` is that of an
+            expert where there are several.
         num_layers, num_heads, num_kv_heads: Counts.
         max_positions: Context length.
         norm_eps: Added to the mean square before its root.
@@ -151,6 +190,7 @@ class ModelConfig(Frozen):
         output_norms: RMS norms on what attention and MLP add to the stream.
         scales_embedding: Embeddings are multiplied by the root of `hidden_size`.
         score_scale: Factor on attention scores, where it is not ``head_dim ** -0.5``.
+        experts: How a token's MLPs are chosen; None where a layer has one.
         eos_token_ids: End-of-sequence tokens the config names.
         bos_token_id: Beginning-of-sequence token the config names.
     """
@@ -179,6 +219,7 @@ class ModelConfig(Frozen):
     output_norms: bool = False
     scales_embedding: bool = False
     score_scale: _Factor | None = None
+    experts: Experts | None = None
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
 
@@ -236,7 +277,8 @@ class ModelConfig(Frozen):
         family = FAMILIES[architecture]
         raw = {**family.defaults, **raw}
         _check_computation(raw, architecture)
-        missing = [field for field in _REQUIRED if raw.get(field) is None]
+        required = [*_REQUIRED, *([family.expert_size, "num_experts_per_tok"] if family.expert_size else [])]
+        missing = [field for field in required if raw.get(field) is None]
         if missing:
             raise CheckpointError(f"config.json: the field {missing[0]!r} is missing.")
         attention_bias = _first(family.attention_bias, raw.get("attention_bias"), False)
@@ -248,7 +290,7 @@ class ModelConfig(Frozen):
                 architecture=architecture,
                 vocab_size=raw["vocab_size"],
                 hidden_size=raw["hidden_size"],
-                intermediate_size=raw["intermediate_size"],
+                intermediate_size=raw[family.expert_size or "intermediate_size"],
                 num_layers=raw["num_hidden_layers"],
                 num_heads=raw["num_attention_heads"],
                 num_kv_heads=_first(raw.get("num_key_value_heads"), raw["num_attention_heads"]),
@@ -269,6 +311,7 @@ class ModelConfig(Frozen):
                 output_norms=family.output_norms,
                 scales_embedding=family.scales_embedding,
                 score_scale=_score_scale(raw, family),
+                experts=_experts(raw, family, architecture),
                 eos_token_ids=_token_ids(raw.get("eos_token_id")),
                 bos_token_id=raw.get("bos_token_id"),
             )
@@ -288,10 +331,16 @@ _REQUIRED = (
 )
 
 
-def _architecture(raw: Mapping[str, Any]) -> str:
+def architecture_of(raw: Mapping[str, Any]) -> str:
+    """The first architecture that a ``config.json`` names; empty where it names none."""
     names = raw.get("architectures")
     name = names[0] if isinstance(names, list) and names else names
-    if not isinstance(name, str) or name not in FAMILIES:
+    return name if isinstance(name, str) else ""
+
+
+def _architecture(raw: Mapping[str, Any]) -> str:
+    name = architecture_of(raw)
+    if name not in FAMILIES:
         known = ", ".join(FAMILIES)
         raise UnsupportedModelError(
             f"architecture {name or '(none)'}: llmq reads {known}; see CONTRIBUTING.md for adding a family."
@@ -332,6 +381,19 @@ def _score_scale(raw: Mapping[str, Any], family: Family) -> float | None:
     if scalar is None or scalar == raw.get("head_dim"):
         return None
     return _positive("query_pre_attn_scalar", scalar) ** -0.5
+
+
+def _experts(raw: Mapping[str, Any], family: Family, architecture: str) -> Experts | None:
+    """How experts are chosen; every layer must have them."""
+    if family.expert_size is None:
+        return None
+    step, dense = _first(raw.get("decoder_sparse_step"), 1), _first(raw.get("mlp_only_layers"), [])
+    if step != 1 or dense != []:
+        field = f"mlp_only_layers={dense!r}" if dense != [] else f"decoder_sparse_step={step!r}"
+        raise UnsupportedModelError(f"{field}: {architecture} is supported with experts in every layer only.")
+    num_experts = _first(raw.get("num_experts"), raw.get("num_local_experts"), 0)
+    fields = {"num_chosen": raw["num_experts_per_tok"], "normalized": raw["norm_topk_prob"]}
+    return validated(Experts, num_experts=num_experts, **fields)
 
 
 def _windows(raw: Mapping[str, Any], family: Family) -> tuple[Any, tuple[int, ...]]:

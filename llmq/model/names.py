@@ -20,6 +20,7 @@ class Kind(StrEnum):
     EMBEDDING = "embedding"
     LM_HEAD = "lm_head"
     LINEAR = "linear"
+    ROUTER = "router"
     BIAS = "bias"
     NORM = "norm"
 
@@ -83,6 +84,47 @@ def layer_norms(config: ModelConfig) -> LayerNorms:
         Their names, without the layer's prefix and ``.weight``.
     """
     return _ALL_NORMS if config.output_norms else _INPUT_NORMS
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """The experts of a layer, by name.
+
+    Attributes:
+        router: What chooses them, `[E, D]` of E experts.
+        experts: Gate, up and down of each.
+    """
+
+    router: str
+    experts: tuple[tuple[str, str, str], ...]
+
+
+#: Architecture -> the module that holds router and experts, and what gate, up and down are called.
+EXPERT_SPELLINGS = {
+    "MixtralForCausalLM": ("block_sparse_moe", ("w1", "w3", "w2")),
+    "Qwen3MoeForCausalLM": ("mlp", ("gate_proj", "up_proj", "down_proj")),
+}
+
+
+def expert_names(config: ModelConfig) -> ExpertNames | None:
+    """What the experts of a model's layers are called.
+
+    Args:
+        config: The model.
+
+    Returns:
+        Their names, without the layer's prefix and ``.weight``; None where a layer has one MLP.
+    """
+    if config.experts is None:
+        return None
+    module, (gate, up, down) = EXPERT_SPELLINGS[config.architecture]
+    places = [f"{module}.experts.{index}" for index in range(config.experts.num_experts)]
+    return ExpertNames(f"{module}.gate", tuple((f"{at}.{gate}", f"{at}.{up}", f"{at}.{down}") for at in places))
+
+
+def is_expert(tensor: str) -> bool:
+    """Whether a tensor is of one expert of several."""
+    return ".experts." in tensor
 
 
 def norm_factor(config: ModelConfig, weight: np.ndarray) -> np.ndarray:
@@ -166,9 +208,13 @@ def _layer_rows(config: ModelConfig) -> Iterator[tuple[str, Expected]]:
     if norms.attended:
         yield f"{norms.attended}.weight", Expected(Kind.NORM, (hidden,))
     yield f"{norms.mlp}.weight", Expected(Kind.NORM, (hidden,))
-    yield from _linear("mlp.gate_proj", inner, hidden, config.mlp_bias)
-    yield from _linear("mlp.up_proj", inner, hidden, config.mlp_bias)
-    yield from _linear("mlp.down_proj", hidden, inner, config.mlp_bias)
+    mixture = expert_names(config)
+    if mixture and config.experts:
+        yield f"{mixture.router}.weight", Expected(Kind.ROUTER, (config.experts.num_experts, hidden))
+    for gate, up, down in mixture.experts if mixture else (("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),):
+        yield from _linear(gate, inner, hidden, config.mlp_bias)
+        yield from _linear(up, inner, hidden, config.mlp_bias)
+        yield from _linear(down, hidden, inner, config.mlp_bias)
     if norms.out:
         yield f"{norms.out}.weight", Expected(Kind.NORM, (hidden,))
 
@@ -205,8 +251,14 @@ def check_tensors(shapes: Mapping[str, tuple[int, ...]], config: ModelConfig) ->
 
     Raises:
         CheckpointError: Tensors are missing or have another shape; all are collected first.
-        UnsupportedModelError: There are tensors no row of the table knows.
+        UnsupportedModelError: There are tensors no row of the table knows, or experts fused into one.
     """
+    fused = [name for name in shapes if name.endswith((".mlp.experts.gate_up_proj", ".mlp.experts.down_proj"))]
+    if fused:
+        raise UnsupportedModelError(
+            f"{_listed(fused)}: all experts of a layer in one tensor, which is read from safetensors only and with three "
+            "axes; save the model with transformers' save_pretrained, which gives every expert its own."
+        )
     expected = expected_tensors(config)
     missing = [name for name in expected if name not in shapes]
     if missing:

@@ -2,7 +2,8 @@
 
 q, k, v, gate and up are split along their outputs, o and down along their inputs: a layer then
 sums over devices twice. A key/value head is the smallest part of k and v; where there are fewer
-heads than devices, devices share them. Embedding and head are split along the vocabulary.
+heads than devices, devices share them. Embedding and head are split along the vocabulary. Every expert is split,
+so that a device holds a part of each; routers are held whole.
 """
 
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ from llmq.model.names import Kind
 #: Group sizes that a refusal offers, largest first.
 _GROUP_SIZES = (256, 128, 64, 32, 16)
 
-_SPLIT_INPUTS = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
+_SPLIT_INPUTS = (".o_proj.weight", ".down_proj.weight", ".w2.weight")
 _KEY_VALUE = ("self_attn.k_proj", "self_attn.v_proj")
 
 
@@ -31,7 +32,7 @@ def share(name: str, kind: Kind, config: ModelConfig, tp: int) -> float:
         Between 1 / `tp` and 1.
     """
     module = name.rpartition(".")[0]
-    if kind is Kind.NORM or (kind is Kind.BIAS and f"{module}.weight".endswith(_SPLIT_INPUTS)):
+    if kind in (Kind.NORM, Kind.ROUTER) or (kind is Kind.BIAS and f"{module}.weight".endswith(_SPLIT_INPUTS)):
         return 1.0
     return 1 / min(tp, config.num_kv_heads) if module.endswith(_KEY_VALUE) else 1 / tp
 

@@ -1,7 +1,8 @@
 """How fast a chip can be at most.
 
 A step takes ``max(bytes / bandwidth, operations / rate)``: what it reads of weights and cache, what
-it multiplies. Weight-only schemes widen codes to bfloat16 before they multiply, so all have that
+it multiplies. Of experts a token multiplies by those that it chooses, and a step reads those that any token
+chooses, as many as there are when all are equally likely. Weight-only schemes widen codes to bfloat16 before they multiply, so all have that
 rate. Nothing else counts: no collectives, no launch, no sampling. No program is faster.
 """
 
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 
 from llmq.checkpoint.coverage import TensorPlan
 from llmq.model.config import ModelConfig
-from llmq.model.names import EMBEDDING, Kind
+from llmq.model.names import EMBEDDING, Kind, is_expert
 from llmq.model.shards import share
 from llmq.plan.chips import Chip
 from llmq.plan.memory import ITEM_BYTES
@@ -51,6 +52,8 @@ class Roofline:
         cache_bytes: Read for a cached position, on one device.
         attention_ops: Operations for a cached position, on one device.
         num_replicas: Groups of devices that each hold the model.
+        expert_bytes: Of all experts, on one device; beside `weight_bytes`.
+        chosen: The part of the experts that a token chooses.
     """
 
     chip: Chip
@@ -59,6 +62,8 @@ class Roofline:
     cache_bytes: float
     attention_ops: float
     num_replicas: int
+    expert_bytes: float = 0.0
+    chosen: float = 1.0
 
     def step(self, batch: float, context: float) -> float:
         """Seconds of a decode step of one group of devices.
@@ -70,7 +75,7 @@ class Roofline:
         Returns:
             Seconds.
         """
-        read = self.weight_bytes + batch * context * self.cache_bytes
+        read = self._weights_read(batch) + batch * context * self.cache_bytes
         ops = batch * (self.matrix_ops + context * self.attention_ops)
         return max(read / self.chip.bandwidth, ops / self.chip.bf16_rate)
 
@@ -97,8 +102,12 @@ class Roofline:
             Of all devices together.
         """
         ops = length * (self.matrix_ops + length / 2 * self.attention_ops)
-        seconds = max((self.weight_bytes + length * self.cache_bytes) / self.chip.bandwidth, ops / self.chip.bf16_rate)
-        return self.num_replicas * length / seconds
+        read = self._weights_read(length) + length * self.cache_bytes
+        return self.num_replicas * length / max(read / self.chip.bandwidth, ops / self.chip.bf16_rate)
+
+    def _weights_read(self, num_tokens: float) -> float:
+        """Bytes of the weights that some of so many tokens needs."""
+        return self.weight_bytes + self.expert_bytes * (1 - (1 - self.chosen) ** num_tokens)
 
 
 def roofline(
@@ -119,14 +128,21 @@ def roofline(
     """
     looked_up = {EMBEDDING} if not config.tie_embeddings else set[str]()
     matrices = [row for row in rows if row.kind in (Kind.LINEAR, Kind.LM_HEAD, Kind.EMBEDDING)]
-    multiplied = sum(math.prod(row.shape) for row in matrices if row.name not in looked_up)
+    experts = config.experts
+    chosen = experts.num_chosen / experts.num_experts if experts else 1.0
+    read = {row.name: device_bytes(row, config, tp) for row in rows if row.name not in looked_up}
+    expert_bytes = sum(num_bytes for name, num_bytes in read.items() if is_expert(name))
+    sizes = {row.name: math.prod(row.shape) for row in matrices if row.name not in looked_up}
+    multiplied = sum(size * (chosen if is_expert(name) else 1.0) for name, size in sizes.items())
     return Roofline(
         chip=chip,
-        weight_bytes=sum(device_bytes(row, config, tp) for row in rows if row.name not in looked_up),
+        weight_bytes=sum(read.values()) - expert_bytes,
         matrix_ops=2 * multiplied / tp,
         cache_bytes=token_bytes / min(tp, config.num_kv_heads),
         attention_ops=4 * config.num_layers * config.num_heads * config.head_dim / tp,
         num_replicas=num_replicas,
+        expert_bytes=expert_bytes,
+        chosen=chosen,
     )
 
 

@@ -92,6 +92,11 @@ def set_up(plan: ConversionPlan, options: QuantizeOptions, run: Run) -> Generato
         raise ConfigError(
             f"seq_len={options.seq_len}: must be at most the model's context, {weights.config.max_positions}."
         )
+    if weights.config.experts is not None:
+        raise ConfigError(
+            f"algorithm={options.algorithm}: {weights.config.architecture} has a mixture of experts, and calibration sees "
+            "no single ones; choose --algorithm mse, hqq or rtn, without --sensitivity or a target."
+        )
     tokenizer = Tokenizer.from_files(weights.reader.side_files(), weights.config)
     text, rest = read_dataset(options.dataset, options.num_tokens), ""
     if options.holds_out:

@@ -1,15 +1,16 @@
 """The oracle itself, held against the transformers library."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from llmq.backends.reference import forward
 from llmq.checkpoint.loader import load_weights
-from tests.tiny import GEMMA3, write_tiny
+from tests.tiny import GEMMA3, MIXTRAL, QWEN3_MOE, write_tiny
 
-FAMILIES = {
+FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama-tied-bias": {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
     "llama3-rope": {
@@ -54,7 +55,15 @@ FAMILIES = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
         },
     },
+    "mixtral": MIXTRAL,
+    "mixtral-window": {**MIXTRAL, "sliding_window": 8, "num_local_experts": 5, "num_experts_per_tok": 1},
+    "qwen3-moe": QWEN3_MOE,
+    "qwen3-moe-not-normalized": {**QWEN3_MOE, "norm_topk_prob": False, "attention_bias": True},
 }
+
+
+#: How the oracle computes: by plain products, which float64 has too.
+EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -64,7 +73,7 @@ def test_logits_equal_transformers(family: str, tmp_path: Path) -> None:
 
     path = write_tiny(tmp_path / family, **FAMILIES[family])
     tokens = np.random.default_rng(1).integers(0, 320, 40)
-    oracle = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation="eager").eval()
+    oracle = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, **EAGER).eval()
     with torch.no_grad():
         expected = oracle(torch.from_numpy(tokens)[None]).logits[0].numpy()
     np.testing.assert_allclose(forward(load_weights(str(path)), tokens.tolist()), expected, atol=2e-5)

@@ -18,7 +18,7 @@ from llmq.config import QuantizationConfig
 from llmq.convert import convert, plan_conversion
 from llmq.errors import BackendError, ConfigError
 from tests.conftest import ROOT
-from tests.tiny import GEMMA3, byte_tokenizer_files, write_tiny
+from tests.tiny import GEMMA3, MIXTRAL, byte_tokenizer_files, write_tiny
 
 pytestmark = pytest.mark.slow
 
@@ -110,6 +110,14 @@ def test_the_same_on_any_mesh(grid: str, tmp_path: Path) -> None:
     changes = {"asym": {}, "sym": {"attention_bias": True}, "int8": {}, "none": GEMMA3}
     more = {**changes[grid], "num_hidden_layers": 3} if grid == "none" else changes[grid]
     model = write(tmp_path, GRIDS[grid], **more)
+    finish(start(model, tmp_path / "found.npz", MESHES, 8))
+    with np.load(tmp_path / "found.npz") as found:
+        for name in MESHES:
+            check_alike(found, found, name)
+
+
+def test_experts_are_split_on_any_mesh(tmp_path: Path) -> None:
+    model = write(tmp_path, GRIDS["asym"], **MIXTRAL)
     finish(start(model, tmp_path / "found.npz", MESHES, 8))
     with np.load(tmp_path / "found.npz") as found:
         for name in MESHES:

@@ -195,7 +195,9 @@ class TestRefused:
         assert "is not a pickle of plain tensors" in self.convert(path)
 
     def test_device_and_dtype(self, source: Path) -> None:
-        assert "dtype='int3': must be bfloat16, float16 or float32" in refused("generate", source, "x", "--dtype", "int3")
+        assert "dtype='int3': must be bfloat16, float16 or float32" in refused(
+            "generate", source, "x", "--dtype", "int3"
+        )
 
 
 def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from llmq.errors import CheckpointError, UnsupportedModelError
-from llmq.model.config import Attention, ModelConfig, Rotary
-from tests.tiny import GEMMA3, tiny_config
+from llmq.model.config import Attention, Experts, ModelConfig, Rotary
+from tests.tiny import GEMMA3, MIXTRAL, QWEN3_MOE, tiny_config
 
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": True, "sliding_window": 8}
 
@@ -53,7 +53,51 @@ class TestWindows:
         assert (config.head_dim, config.attention_scale, config.tie_embeddings) == (256, 1 / 16, True)
 
 
+class TestExperts:
+    def test_mixtral(self) -> None:
+        config = read(**MIXTRAL, rope_theta=None)
+        assert config.experts == Experts(num_experts=4, num_chosen=2, normalized=True)
+        assert (config.intermediate_size, config.rotary.theta, config.qk_norm) == (256, 1e6, False)
+
+    @pytest.mark.parametrize("normalized", [None, False, True])
+    def test_qwen3_moe(self, normalized: bool | None) -> None:
+        config = read(**{**QWEN3_MOE, "norm_topk_prob": normalized})
+        assert config.experts == Experts(num_experts=6, num_chosen=3, normalized=bool(normalized))
+        assert (config.intermediate_size, config.qk_norm) == (64, True)
+
+    def test_both_spellings_of_their_number(self) -> None:
+        spelled = {**QWEN3_MOE, "num_experts": None, "num_local_experts": 6}
+        assert read(**spelled).experts == read(**QWEN3_MOE).experts
+
+    def test_others_have_none(self) -> None:
+        assert read().experts is None
+
+    @pytest.mark.parametrize(
+        ("changes", "sentence"),
+        [
+            ({"num_experts_per_tok": 7}, "num_experts_per_tok=7: must be at most the 6 experts"),
+            ({"num_experts_per_tok": 0}, "num_chosen=0"),
+            ({"num_experts_per_tok": None}, "the field 'num_experts_per_tok' is missing"),
+            ({"moe_intermediate_size": None}, "the field 'moe_intermediate_size' is missing"),
+            ({"num_experts": None}, "num_experts=0"),
+        ],
+    )
+    def test_numbers_that_cannot_be(self, changes: dict[str, Any], sentence: str) -> None:
+        with pytest.raises(CheckpointError, match=sentence):
+            read(**{**QWEN3_MOE, **changes})
+
+
 REFUSED = {
+    "every other layer": (
+        {**QWEN3_MOE, "decoder_sparse_step": 2},
+        "decoder_sparse_step=2: .* with experts in every layer",
+    ),
+    "a dense layer": (
+        {**QWEN3_MOE, "mlp_only_layers": [0]},
+        r"mlp_only_layers=\[0\]: Qwen3MoeForCausalLM is supported",
+    ),
+    "windows": ({**QWEN3_MOE, "use_sliding_window": True}, "use_sliding_window=True"),
+    "not normalized": ({**MIXTRAL, "norm_topk_prob": False}, "norm_topk_prob=False"),
     "softcap": ({**GEMMA3, "final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0: Gemma3ForCausalLM is"),
     "score cap": ({**GEMMA3, "attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
     "both ways": ({**GEMMA3, "use_bidirectional_attention": True}, "use_bidirectional_attention=True"),

@@ -23,11 +23,12 @@ from llmq.model.names import expected_tensors
 from llmq.model.shards import check_tp, share
 from llmq.plan.chips import CHIPS, Target
 from llmq.plan.memory import RESERVE
-from llmq.plan.roofline import MAX_BATCH, Roofline, last_batch_that_pays
+from llmq.plan.roofline import MAX_BATCH, Roofline, last_batch_that_pays, roofline
 from llmq.plan.run import BATCHES, PlanOptions, make_plan
+from llmq.plan.subject import read_subject
 from llmq.serve.capacity import plan_capacity
 from tests.commands.test_cli import llmq, refused
-from tests.tiny import tiny_config, write_tiny
+from tests.tiny import MIXTRAL, tiny_config, write_tiny
 
 LLAMA_2_7B = tiny_config(
     vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32,
@@ -46,6 +47,29 @@ print(1024 * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
 """
 
 
+EXPERTS = {
+    "mixtral": (
+        {
+            "architectures": ["MixtralForCausalLM"], "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336,
+            "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 32768,
+            "rms_norm_eps": 1e-5, "num_local_experts": 8, "num_experts_per_tok": 2,
+        },
+        46.7e9,
+        12.9e9,
+    ),
+    "qwen3-moe": (
+        {
+            "architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144,
+            "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+            "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "num_experts": 128, "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768, "norm_topk_prob": True,
+        },
+        30.5e9,
+        3.34e9,
+    ),
+}  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def described(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Llama-2-7B as a ``config.json`` alone."""
@@ -56,6 +80,45 @@ def described(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def plan(model: str, target: str = "v5e", quantization: QuantizationConfig | None = None, **asked: object):
     return make_plan(model, quantization, PlanOptions(targets=(target,), **asked))
+
+
+class TestExperts:
+    """Mixtral-8x7B and Qwen3-30B-A3B from their ``config.json`` alone."""
+
+    @pytest.fixture(params=["mixtral", "qwen3-moe"])
+    def model(self, request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, float, float]:
+        """The model, and its published numbers of weights: all, and those that a token uses."""
+        config, *numbers = EXPERTS[request.param]
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return str(tmp_path), *numbers
+
+    def test_all_are_held_and_few_are_multiplied(self, model: tuple[str, float, float]) -> None:
+        path, total, active = model
+        subject = read_subject(path)
+        rows = subject.unquantized()
+        assert sum(math.prod(row.shape) for row in rows) == pytest.approx(total, rel=0.01)
+        bound = roofline(rows, subject.config, CHIPS["h100"], 0, 1, 1)
+        looked_up = subject.config.vocab_size * subject.config.hidden_size
+        assert bound.matrix_ops / 2 + looked_up == pytest.approx(active, rel=0.02)
+
+    def test_experts_are_of_the_scheme_and_routers_are_not(self, tmp_path: Path) -> None:
+        found = plan(
+            str(write_tiny(tmp_path / "m", **MIXTRAL)), quantization=QuantizationConfig(scheme="int4_blockwise")
+        )
+        assert found["kinds"]["linear"]["count"] == 3 * (4 + 3 * 4)
+        assert 3 * found["kinds"]["linear"]["after"] < found["kinds"]["linear"]["before"]
+        assert found["kinds"]["router"] == {"count": 3, "before": 3 * 2 * 4 * 128, "after": 3 * 2 * 4 * 128}
+
+    def test_a_step_reads_what_some_token_chose(self, model: tuple[str, float, float]) -> None:
+        path, _, active = model
+        subject = read_subject(path)
+        bound = roofline(subject.unquantized(), subject.config, CHIPS["v5e"], 0, 1, 1)
+        all_read = (bound.weight_bytes + bound.expert_bytes) / CHIPS["v5e"].bandwidth
+        one = bound.step(1, 0) * CHIPS["v5e"].bandwidth
+        assert one + 2 * subject.config.vocab_size * subject.config.hidden_size == pytest.approx(2 * active, rel=0.02)
+        steps = [bound.step(batch, 0) for batch in (1, 2, 4, 8)]
+        assert steps == sorted(set(steps))
+        assert steps[-1] < all_read
 
 
 class TestChips:

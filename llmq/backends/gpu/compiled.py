@@ -65,6 +65,10 @@ class CompiledDecoder:
     @torch.inference_mode()
     def __init__(self, decoder: Decoder) -> None:
         self.device, self.dtype = decoder.device, decoder.dtype
+        if decoder.config.experts is not None:
+            raise BackendError(
+                f"compile: the experts of a {decoder.config.architecture} are chosen as each step runs; leave --compile out."
+            )
         if reason := compiler_refusal(self.device):
             raise BackendError(f"compile: {reason}.")
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(_cache_directory()))

@@ -16,9 +16,19 @@ from torch import Tensor
 from llmq.backends.gpu.attention import Place
 from llmq.backends.gpu.device import release_freed_memory
 from llmq.backends.gpu.linear import Linear, make_joined, make_linear, to_compute, to_tensor
+from llmq.backends.gpu.mixture import Expert, Mixture
 from llmq.backends.gpu.parallel import AnyWeights, GatheredLinear, ShardedWeights, SummedLinear, Team
 from llmq.model.config import ModelConfig
-from llmq.model.names import EMBEDDING, FINAL_NORM, LM_HEAD, STAGES, layer_norms, layer_prefix, norm_factor
+from llmq.model.names import (
+    EMBEDDING,
+    FINAL_NORM,
+    LM_HEAD,
+    STAGES,
+    expert_names,
+    layer_norms,
+    layer_prefix,
+    norm_factor,
+)
 from llmq.model.rotary import rotary_tables
 from llmq.quant import QTensor, dequantize
 
@@ -111,14 +121,28 @@ class Layer:
         self.input_norm, self.attended_norm = norm(names.attention), norm(names.attended)
         self.mlp_norm, self.out_norm = norm(names.mlp), norm(names.out)
         self.q_norm, self.k_norm = norm("self_attn.q_norm"), norm("self_attn.k_norm")
-        self.qkv, self.o, self.gate_up, self.down = (linear(names) for names in STAGES)
-        if team:
-            self.o, self.down = SummedLinear(self.o, team), SummedLinear(self.down, team)
+
+        def summed(names: Sequence[str]) -> Linear:
+            return SummedLinear(linear(names), team) if team else linear(names)
+
+        def expert(gate_up: Sequence[str], down: Sequence[str]) -> Expert:
+            return Expert(linear(gate_up), summed(down), ACTIVATIONS[weights.config.activation])
+
+        self.qkv, self.o = linear(STAGES[0]), summed(STAGES[1])
+
+        mixture = expert_names(weights.config)
+        if mixture is None or weights.config.experts is None:
+            self.mlp: Expert | Mixture = expert(*STAGES[2:])
+        else:
+            router = array(f"{mixture.router}.weight")
+            assert router is not None
+            experts = [expert((gate, up), (down,)) for gate, up, down in mixture.experts]
+            self.mlp = Mixture(to_tensor(router).to(device), experts, weights.config.experts)
 
     @property
     def linears(self) -> list[Linear]:
-        """What multiplies, in the order of computation."""
-        return [self.qkv, self.o, self.gate_up, self.down]
+        """What multiplies, in the order of computation; a router is none of them."""
+        return [self.qkv, self.o, *self.mlp.linears]
 
 
 class Decoder:
@@ -254,13 +278,13 @@ class Decoder:
         functions: list[RowFunction] = [(self.config.hidden_size, self.logits)]
         for layer in like.values():
             functions += [(self.config.hidden_size, f) for f in (layer.qkv, partial(self._mlp, layer))]
+            if isinstance(layer.mlp, Mixture):  # rows that are equal choose few of them
+                functions += [(self.config.hidden_size, expert) for expert in layer.mlp.unlike]
             functions.append((self.config.num_heads * self.config.head_dim, layer.o))
         return functions
 
     def _mlp(self, layer: Layer, x_MD: Tensor, is_run: bool = False) -> Tensor:
-        gate_up_MF = layer.gate_up(rms_norm(x_MD, layer.mlp_norm, self.config.norm_eps), is_run)
-        gate, up = gate_up_MF.chunk(2, dim=-1)
-        out_MD = layer.down(ACTIVATIONS[self.config.activation](gate) * up, is_run)
+        out_MD = layer.mlp(rms_norm(x_MD, layer.mlp_norm, self.config.norm_eps), is_run)
         return rms_norm(out_MD, layer.out_norm, self.config.norm_eps)
 
     def _heads(self, layer: Layer, qkv_ME: Tensor, cos_Mh: Tensor, sin_Mh: Tensor) -> tuple[Tensor, ...]:

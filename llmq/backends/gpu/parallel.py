@@ -138,7 +138,7 @@ class ShardedWeights(Mapping[str, "np.ndarray | QTensor"]):
         team: Who shares it.
 
     Raises:
-        ConfigError: Heads, features or groups cannot be shared evenly, or inputs are rounded together.
+        ConfigError: Heads, features or groups cannot be shared evenly, inputs are rounded together, or there are experts.
     """
 
     def __init__(self, weights: ModelWeights, team: Team) -> None:
@@ -147,6 +147,11 @@ class ShardedWeights(Mapping[str, "np.ndarray | QTensor"]):
             raise ConfigError(
                 f"tp={size}: the model rounds inputs to int8 by their largest feature, of which a process here sees only "
                 "its part; use one process, or --backend tpu."
+            )
+        if config.experts is not None:
+            raise ConfigError(
+                f"tp={size}: processes of the gpu backend do not share experts, and {config.architecture} has some; use one "
+                "process, or --backend tpu."
             )
         scales = {name: weights.entries[name + layout.SCALE][1] for name in weights if weights.is_quantized(name)}
         groups = {name: (weights.shapes[name][-1], shape[-1]) for name, shape in scales.items() if shape[-1] > 1}

@@ -18,7 +18,8 @@ from jax.tree_util import register_dataclass
 from llmq.backends.base import Block, ComputeType, ModelOptions
 from llmq.backends.tpu.device import Device
 from llmq.backends.tpu.linear import Leaf
-from llmq.backends.tpu.model import ACTIVATIONS, precision
+from llmq.backends.tpu.mlp import ACTIVATIONS
+from llmq.backends.tpu.model import precision
 from llmq.checkpoint.loader import ModelWeights
 from llmq.model.config import ModelConfig
 from llmq.model.names import EMBEDDING, FINAL_NORM, LM_HEAD, STAGES, layer_norms, norm_factor, stage_tensors

@@ -31,12 +31,13 @@ from llmq.backends.tpu.linear import (
     ScanLinear,
 )
 from llmq.backends.tpu.mesh import layer_specs, parts, put, table_specs
+from llmq.backends.tpu.mlp import Mixture, Mlp
 from llmq.backends.tpu.model import Layer, Params
 from llmq.backends.tpu.pallas import PallasLayout
 from llmq.backends.tpu.table import DenseTable, EinsumTable, QuantizedTable, ScanTable, Table
 from llmq.checkpoint.loader import ModelWeights
 from llmq.errors import BackendError
-from llmq.model.names import EMBEDDING, FINAL_NORM, LM_HEAD, layer_norms, layer_prefix, norm_factor
+from llmq.model.names import EMBEDDING, FINAL_NORM, LM_HEAD, expert_names, layer_norms, layer_prefix, norm_factor
 from llmq.model.rotary import rotary_tables
 from llmq.quant import QTensor
 from llmq.quant.affine import dtype_of
@@ -184,20 +185,35 @@ class _Loader:
             k_norm_h=self.norm_if(config.qk_norm, f"{at}self_attn.k_norm.weight"),
             o=self.linear(f"{at}self_attn.o_proj"),
             mlp_norm_D=self.norm(f"{at}{norms.mlp}.weight"),
-            gate=self.linear(f"{at}mlp.gate_proj"),
-            up=self.linear(f"{at}mlp.up_proj"),
-            down=self.linear(f"{at}mlp.down_proj"),
+            mlp=self.mlp(at),
             attended_norm_D=self.norm_if(config.output_norms, f"{at}{norms.attended}.weight"),
             out_norm_D=self.norm_if(config.output_norms, f"{at}{norms.out}.weight"),
             attention=np.array(config.attention_index(index), np.int32) if differ else None,
         )
 
-    def linear(self, name: str) -> Linear:
+    def mlp(self, at: str) -> Mlp | Mixture:
+        mixture = expert_names(self.weights.config)
+        if mixture is None:
+            return Mlp(*(self.linear(f"{at}mlp.{part}_proj") for part in ("gate", "up", "down")))
+        # A kernel that finds a layer in a stack does not find an expert in a stack of stacks.
+        layout = self.layouts.linear
+        layout = EinsumLayout(layout.chip) if isinstance(layout, PallasLayout) else layout
+        experts = [Mlp(*(self.linear(f"{at}{name}", layout) for name in names)) for names in mixture.experts]
+        if len(set(map(_structure, experts))) > 1:
+            raise BackendError(
+                f"{at}{mixture.router}: the experts of this layer are not all stored alike, which the tpu backend needs "
+                "to scan them; give them one scheme, or use --backend gpu."
+            )
+        return Mixture(
+            self.array(f"{at}{mixture.router}.weight"), jax.tree.map(lambda *leaves: np.stack(leaves), *experts)
+        )
+
+    def linear(self, name: str, layout: LinearLayout | None = None) -> Linear:
         weight, bias_O = self.weights[f"{name}.weight"], self.optional(f"{name}.bias")
         if isinstance(weight, QTensor):
             if self.weights.rounds_inputs(f"{name}.weight"):
                 return Int8InputLinear(self.layouts.integer.from_qtensor(weight, None), bias_O)
-            return self.layouts.linear.from_qtensor(weight, bias_O)
+            return (layout or self.layouts.linear).from_qtensor(weight, bias_O)
         return DenseLinear(weight.T.astype(self.dtype), bias_O)
 
     def table(self, name: str) -> Table:
@@ -222,13 +238,15 @@ class _Loader:
         return array
 
 
-def _structure(layer: Layer) -> tuple[Any, ...]:
+def _structure(layer: Layer | Mlp) -> tuple[Any, ...]:
     leaves, tree = jax.tree.flatten(layer)
     return tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
 
 
 def _linears(layer: Layer) -> Iterator[Linear]:
-    yield from (layer.q, layer.k, layer.v, layer.o, layer.gate, layer.up, layer.down)
+    yield from (layer.q, layer.k, layer.v, layer.o)
+    mlp, times = (layer.mlp, 1) if isinstance(layer.mlp, Mlp) else (layer.mlp.experts, len(layer.mlp.router_ED))
+    yield from times * (mlp.gate, mlp.up, mlp.down)
 
 
 def _stacked(layers: list[Layer], mesh: Mesh) -> Layer:

@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from llmq.backends.tpu.cache import Cache
 from llmq.backends.tpu.linear import DenseLinear, EinsumLinear, Int8InputLinear, Leaf, ScanLinear
+from llmq.backends.tpu.mlp import Mixture, Mlp
 from llmq.backends.tpu.model import Layer, Params
 from llmq.backends.tpu.pallas import PallasLinear
 from llmq.backends.tpu.table import DenseTable, EinsumTable, ScanTable, Table
@@ -132,10 +133,17 @@ def layer_specs(layer: Layer, tp: int) -> Layer:
         k=_by_outputs(layer.k, HEADS),
         v=_by_outputs(layer.v, HEADS),
         o=_by_inputs(layer.o, tp),
-        gate=_by_outputs(layer.gate),
-        up=_by_outputs(layer.up),
-        down=_by_inputs(layer.down, tp),
+        mlp=_mlp_specs(layer.mlp, tp),
     )
+
+
+def _mlp_specs(mlp: Mlp | Mixture, tp: int) -> Mlp | Mixture:
+    """Every expert is split as the one MLP of a layer is."""
+    if isinstance(mlp, Mlp):
+        return Mlp(_by_outputs(mlp.gate), _by_outputs(mlp.up), _by_inputs(mlp.down, tp))
+    one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), mlp.experts)
+    experts = jax.tree.map(lambda spec: P(None, *spec), _mlp_specs(one, tp), is_leaf=_is_spec)
+    return Mixture(P(), experts)
 
 
 def _by_outputs(linear: Any, axes: str | tuple[str, ...] = TP) -> Any:

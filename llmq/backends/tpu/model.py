@@ -12,7 +12,6 @@ Shape letters: B slots of the batch, N tokens of each, D hidden, K kv heads, R q
 h head size, L layers, A ways to attend, S slots, T positions of a slot, t positions of a block, V vocabulary.
 """
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +24,7 @@ from jax.tree_util import register_dataclass
 
 from llmq.backends.tpu.cache import BLOCK, Cache, Place, write
 from llmq.backends.tpu.linear import Leaf, Linear
+from llmq.backends.tpu.mlp import Mixture, Mlp
 from llmq.backends.tpu.pallas import at_layer
 from llmq.backends.tpu.table import Table
 from llmq.model.config import ModelConfig
@@ -50,9 +50,7 @@ class Layer:
     k_norm_h: Leaf | None
     o: Linear
     mlp_norm_D: Leaf
-    gate: Linear
-    up: Linear
-    down: Linear
+    mlp: Mlp | Mixture
     attended_norm_D: Leaf | None = None
     out_norm_D: Leaf | None = None
     attention: Leaf | None = None
@@ -238,13 +236,6 @@ def of_layer(
     return cos_A[attention], sin_A[attention], jnp.asarray(window_A)[attention]
 
 
-#: `ModelConfig.activation` -> what it is.
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "silu": jax.nn.silu,
-    "gelu_tanh": lambda x: jax.nn.gelu(x.astype(jnp.float32), approximate=True).astype(x.dtype),
-}
-
-
 def _layer(
     config: ModelConfig,
     layer: Layer,
@@ -258,8 +249,8 @@ def _layer(
     attended_BND, cache = _attention(config, layer, index, normed_BND, cache, place, rotation)
     x_BND = x_BND + _norm_if(attended_BND, layer.attended_norm_D, config.norm_eps)
     normed_BND = _norm(x_BND, layer.mlp_norm_D, config.norm_eps)
-    gated = ACTIVATIONS[config.activation](_apply(layer.gate, normed_BND)) * _apply(layer.up, normed_BND)
-    return x_BND + _norm_if(_apply(layer.down, gated), layer.out_norm_D, config.norm_eps), cache
+    out_MD = layer.mlp(config, normed_BND.reshape(-1, normed_BND.shape[-1]), place.row_BN.reshape(-1) >= 0)
+    return x_BND + _norm_if(out_MD.reshape(x_BND.shape), layer.out_norm_D, config.norm_eps), cache
 
 
 def _attention(

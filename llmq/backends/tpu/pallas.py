@@ -34,6 +34,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.tree_util import register_dataclass
 
 from llmq.backends.tpu.linear import MIN_ROWS, EinsumLayout, Leaf, Linear
+from llmq.backends.tpu.mlp import Mixture
 from llmq.quant import QTensor
 
 #: Features that are multiplied at a time, and what columns are counted in.
@@ -133,15 +134,15 @@ def at_layer(segment: Any, layer: Leaf) -> Any:
         layer: Index.
 
     Returns:
-        The tree of the layer's arrays; stacks of `PallasLinear` stay, and know the index.
+        The tree of the layer's arrays; stacks of `PallasLinear` and of experts stay, and know the index.
     """
 
     def one(node: Any) -> Any:
-        if isinstance(node, PallasLinear):
+        if isinstance(node, PallasLinear | Mixture):
             return replace(node, layer=layer)
         return lax.dynamic_index_in_dim(node, layer, keepdims=False, allow_negative_indices=False)
 
-    return jax.tree.map(one, segment, is_leaf=lambda node: isinstance(node, PallasLinear))
+    return jax.tree.map(one, segment, is_leaf=lambda node: isinstance(node, PallasLinear | Mixture))
 
 
 def _block_size(num_features: int, num_groups: int) -> int | None:

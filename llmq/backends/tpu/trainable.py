@@ -20,7 +20,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from llmq.backends.tpu.linear import Leaf
-from llmq.backends.tpu.model import ACTIVATIONS, of_layer, precision
+from llmq.backends.tpu.mlp import ACTIVATIONS
+from llmq.backends.tpu.model import of_layer, precision
 from llmq.config import Scheme
 from llmq.model.config import ModelConfig
 from llmq.model.names import EMBEDDING, FINAL_NORM, LM_HEAD, layer_norms
