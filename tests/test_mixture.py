@@ -248,6 +248,15 @@ def test_a_step_that_chooses_is_not_compiled(models: list[Path]) -> None:
         load_backend("gpu").open_model(load_weights(str(models[1])), options)
 
 
+def test_processes_do_not_share_experts(models: list[Path]) -> None:
+    from types import SimpleNamespace
+
+    from llmq.backends.gpu.parallel import ShardedWeights
+
+    with pytest.raises(ConfigError, match="tp=2: processes of the gpu backend do not share experts"):
+        ShardedWeights(load_weights(str(models[1])), SimpleNamespace(size=2, rank=0))  # pyright: ignore[reportArgumentType]
+
+
 def test_training_is_refused(tmp_path: Path) -> None:
     model = str(write_tiny(tmp_path / "m", **QWEN3_MOE))
     recipe = Recipe(model=model, data=str(tmp_path / "none.jsonl"), quantization=INT4, backend="gpu", device="cpu")
