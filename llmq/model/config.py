@@ -335,7 +335,7 @@ def architecture_of(raw: Mapping[str, Any]) -> str:
     """The first architecture that a ``config.json`` names; empty where it names none."""
     names = raw.get("architectures")
     name = names[0] if isinstance(names, list) and names else names
-    return name if isinstance(name, str) else ""
+    return str(name) if name else ""
 
 
 def _architecture(raw: Mapping[str, Any]) -> str:
