@@ -4,9 +4,9 @@ Shape letters: B sequences of a batch, N positions of each, D hidden, I input fe
 K kv heads, R query heads of each, h head size, V vocabulary.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from typing import NamedTuple
 
 import jax
@@ -100,13 +100,13 @@ class JaxCalibrator:
 
     def moments(self, stream: JaxStream) -> np.ndarray:
         """See `base.Calibrator.moments`."""
-        return sum((np.asarray(_moments(batch), np.float64) for batch in stream.batches), np.float64(0.0))
+        return _total(_moments(batch) for batch in stream.batches)
 
     def drift(self, before: JaxStream, stream: JaxStream, scale_I: np.ndarray | None = None) -> np.ndarray:
         """See `base.Calibrator.drift`."""
         divisor_I = None if scale_I is None else jax.device_put(scale_I, self._device)
         pairs = zip(before.batches, stream.batches, strict=True)
-        return sum((np.asarray(_drift(*pair, divisor_I), np.float64) for pair in pairs), np.float64(0.0))
+        return _total(_drift(*pair, divisor_I) for pair in pairs)
 
     def divergence(self, baseline: JaxStream, stream: JaxStream) -> float:
         """See `base.Calibrator.divergence`."""
@@ -225,6 +225,11 @@ def _drift(before: Batch, batch: Batch, divisor_I: jax.Array | None) -> jax.Arra
     expected_BNI = before.inputs_BNI if divisor_I is None else before.inputs_BNI / divisor_I
     moved_BNI = (expected_BNI - batch.inputs_BNI).astype(batch.inputs_BNI.dtype)
     return _outer(jnp.where(batch.valid_BN[..., None], moved_BNI, 0), batch.inputs_BNI)
+
+
+def _total(matrices: Iterable[jax.Array]) -> np.ndarray:
+    """Their sum in float64, on the host."""
+    return reduce(np.add, (np.asarray(matrix_II, np.float64) for matrix_II in matrices))
 
 
 def _outer(left_BNI: jax.Array, right_BNI: jax.Array) -> jax.Array:
