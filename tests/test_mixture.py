@@ -157,8 +157,15 @@ def test_backends_compute_an_artifact_as_the_reference_does(family: str, scheme:
     assert np.abs(plain - expected).max() > 1e-3, "the codes made no difference"
 
 
-@pytest.mark.parametrize(("backend", "dtype"), [("gpu", "float32"), ("gpu", "bfloat16"), ("tpu", "float32")])
-@pytest.mark.parametrize("scheme", [None, "int4_blockwise"])
+@pytest.mark.parametrize(
+    ("backend", "dtype", "scheme"),
+    [
+        ("gpu", "float32", None),
+        ("gpu", "float32", "int4_blockwise"),
+        ("gpu", "bfloat16", "int4_blockwise"),
+        ("tpu", "float32", "int4_blockwise"),
+    ],
+)
 def test_a_row_depends_on_itself_alone(backend: str, dtype: ComputeType, scheme: str | None, tmp_path: Path) -> None:
     """To the last bit, whichever experts the others choose; one expert is stored unlike the rest."""
     if scheme is None:
@@ -166,7 +173,7 @@ def test_a_row_depends_on_itself_alone(backend: str, dtype: ComputeType, scheme:
     else:
         other = (Override(pattern="*.experts.1.*", scheme="int8_per_channel"),) if backend == "gpu" else ()
         weights = load_weights(str(artifact(tmp_path, QuantizationConfig(scheme=scheme, overrides=other), **QWEN3_MOE)))
-    assert_rows_stand_alone(opened(backend, weights, 5, dtype), [3, 130, 17])
+    assert_rows_stand_alone(opened(backend, weights, 5, dtype), [3, 70])
 
 
 def test_bfloat16_chooses_by_float32_scores(tmp_path: Path) -> None:
