@@ -20,13 +20,14 @@ from llmq.evaluate.perplexity import measure_perplexity
 from llmq.model.config import Experts
 from llmq.model.names import Kind, expected_tensors, expert_names, layer_prefix
 from llmq.model.tokenizer import Tokenizer
-from llmq.qat.plan import plan_run
-from llmq.qat.recipe import Recipe
 from llmq.quant import QTensor
+from llmq.quant import quantize as quantize_weight
 from llmq.quantize.options import QuantizeOptions
 from llmq.quantize.run import quantize
 from tests.backends.test_contract import assert_rows_stand_alone
 from tests.commands.test_cli import llmq, refused
+from tests.qat.test_run import recipe as training_recipe
+from tests.qat.test_run import trained
 from tests.tiny import (
     MIXTRAL,
     QWEN3_MOE,
@@ -264,13 +265,23 @@ def test_processes_do_not_share_experts(models: list[Path]) -> None:
         ShardedWeights(load_weights(str(models[1])), SimpleNamespace(size=2, rank=0))  # pyright: ignore[reportArgumentType]
 
 
-def test_training_is_refused(tmp_path: Path) -> None:
-    model = str(write_tiny(tmp_path / "m", **QWEN3_MOE))
-    recipe = Recipe(model=model, data=str(tmp_path / "none.jsonl"), quantization=INT4, backend="gpu", device="cpu")
-    with pytest.raises(
-        UnsupportedModelError, match=r"is a Qwen3MoeForCausalLM, and training takes models without experts"
-    ):
-        plan_run(recipe)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_experts_are_trained_for_the_codes_they_get(family: str, tmp_path: Path) -> None:
+    source = write_tiny(tmp_path / "m", num_hidden_layers=2, dtype=np.float32, **FAMILIES[family])
+    for name, contents in byte_tokenizer_files().items():
+        (source / name).write_bytes(contents)
+    text = tmp_path / "text.txt"
+    text.write_text("one two three four " * 200)
+    trained(training_recipe(source, text, max_steps=4), tmp_path / "trained")
+    plan = plan_conversion(str(tmp_path / "trained"), INT4)
+    convert(plan, tmp_path / "artifact")
+    schemes = {row.name: row.scheme for row in plan.coverage if row.scheme}
+    before, after, codes = (load_weights(str(tmp_path / name)) for name in ("m", "trained", "artifact"))
+    for name in experts_of(after.config):
+        stored = codes[name]
+        assert isinstance(stored, QTensor)
+        np.testing.assert_array_equal(stored.values, quantize_weight(np.asarray(after[name], np.float32), schemes[name]).values)
+        assert not np.array_equal(np.asarray(before[name]), np.asarray(after[name])), name
 
 
 def test_searched_grids_reach_experts(tmp_path: Path) -> None:

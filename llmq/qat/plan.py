@@ -10,7 +10,7 @@ from llmq.backends.registry import select_backend
 from llmq.checkpoint.coverage import TensorPlan, plan_coverage
 from llmq.checkpoint.loader import ModelWeights, load_weights
 from llmq.config import Scheme
-from llmq.errors import AlreadyQuantizedError, ConfigError, UnsupportedModelError
+from llmq.errors import AlreadyQuantizedError, ConfigError
 from llmq.model.names import Kind, module_name
 from llmq.model.tokenizer import Tokenizer
 from llmq.qat.data import Examples, read_examples
@@ -71,7 +71,6 @@ def plan_run(recipe: Recipe) -> Plan:
     weights = load_weights(recipe.model)
     if weights.quantization is not None:
         raise AlreadyQuantizedError(f"{recipe.model}: is an artifact; training needs the checkpoint it was made from.")
-    _check_dense("model", recipe.model, weights)
     if recipe.seq_len > weights.config.max_positions:
         raise ConfigError(
             f"seq_len={recipe.seq_len}: must be at most the model's context, {weights.config.max_positions}."
@@ -158,7 +157,6 @@ def _lessons(plan: Plan) -> dict[str, Any]:
     teacher = load_weights(wanted.teacher)
     if teacher.quantization is not None:
         raise AlreadyQuantizedError(f"{wanted.teacher}: is an artifact; a teacher is an unquantized checkpoint.")
-    _check_dense("distillation.teacher", wanted.teacher, teacher)
     sizes = teacher.config.vocab_size, plan.weights.config.vocab_size
     if sizes[0] != sizes[1]:
         raise ConfigError(
@@ -170,14 +168,6 @@ def _lessons(plan: Plan) -> dict[str, Any]:
             f"seq_len={plan.recipe.seq_len}: must be at most the teacher's context, {teacher.config.max_positions}."
         )
     return {"teacher": teacher, "kd_weight": wanted.weight, "kd_temperature": wanted.temperature}
-
-
-def _check_dense(field: str, model: str, weights: ModelWeights) -> None:
-    if weights.config.experts is not None:
-        raise UnsupportedModelError(
-            f"{field}={model!r}: is a {weights.config.architecture}, and training takes models without experts; quantize "
-            "it with llmq convert, or llmq quantize --algorithm mse."
-        )
 
 
 def _adapters(plan: Plan) -> Adapters | None:

@@ -19,7 +19,7 @@ from llmq.errors import BackendError
 from llmq.model.names import Kind, expected_tensors
 from llmq.quant import dequantize, quantize
 from tests.backends.quantized import QuantizedWeights
-from tests.tiny import GEMMA3, write_checkpoint, write_tiny
+from tests.tiny import GEMMA3, MIXTRAL, QWEN3_MOE, write_checkpoint, write_tiny
 
 #: XLA takes seconds to compile each of these steps.
 BACKENDS = ["gpu", pytest.param("tpu", marks=pytest.mark.slow)]
@@ -31,6 +31,8 @@ FAMILIES = {
     "mistral": {"architectures": ["MistralForCausalLM"], "sliding_window": 8},
     "tied": {"tie_word_embeddings": True},
     "gemma3": GEMMA3,
+    "mixtral": MIXTRAL,
+    "qwen3-moe": QWEN3_MOE,
 }
 
 GRIDS = [
@@ -147,7 +149,7 @@ def test_fake_quantization_changes_the_loss_and_the_gradient(backend: str, weigh
     assert losses[False][0].grad_norm != losses[True][0].grad_norm
 
 
-@pytest.mark.parametrize("family", ["qwen2", "gemma3"])
+@pytest.mark.parametrize("family", ["qwen2", "gemma3", "mixtral"])
 def test_every_tensor_learns(backend: str, family: str, tmp_path: Path) -> None:
     weights = tiny(tmp_path, **FAMILIES[family])
     trainer = open_trainer(backend, weights, schemes=schemes_for(weights, GRIDS[0]))

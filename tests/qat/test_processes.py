@@ -20,7 +20,7 @@ from llmq.qat.recipe import Mesh, write_recipe
 from llmq.quant import quantize
 from tests.conftest import ROOT
 from tests.qat.test_run import Stop, recipe, stop_at, trained
-from tests.tiny import byte_tokenizer_files, write_tiny
+from tests.tiny import MIXTRAL, byte_tokenizer_files, write_tiny
 
 pytestmark = pytest.mark.slow
 
@@ -57,12 +57,17 @@ run(plan_run(read_recipe(Path(recipe))), Path(output), watch=watch)
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     path = tmp_path_factory.mktemp("processes")
-    model = write_tiny(path / "m", num_hidden_layers=2, tie_word_embeddings=True)
-    for name, contents in byte_tokenizer_files().items():
-        (model / name).write_bytes(contents)
+    model = written(path / "m", tie_word_embeddings=True)
     text = path / "words.txt"
     text.write_text(" ".join(np.random.default_rng(0).choice(["one", "two", "three", "four"], 1500)))
     return model, text
+
+
+def written(path: Path, **family: object) -> Path:
+    model = write_tiny(path, num_hidden_layers=2, **family)
+    for name, contents in byte_tokenizer_files().items():
+        (model / name).write_bytes(contents)
+    return model
 
 
 def launch(tmp_path: Path, name: str, text: str, *launcher: str, stop: int = 0, **environment: str) -> None:
@@ -96,8 +101,17 @@ def check_alike(tmp_path: Path, one: str, several: str, schemes: dict, bound: fl
     assert equal >= 0.9999 * sum(a.values.size for a, _ in pairs)
 
 
-def test_two_processes_train_as_one(sources: tuple[Path, Path], tmp_path: Path) -> None:
-    wanted = recipe(*sources, max_steps=10, save_every=4, batch_size=4, fake_quant_after_n_steps=3, lr=1e-4)
+@pytest.mark.parametrize("family", [{"tie_word_embeddings": True}, MIXTRAL], ids=["llama", "mixtral"])
+def test_two_processes_train_as_one(family: dict, sources: tuple[Path, Path], tmp_path: Path) -> None:
+    wanted = recipe(
+        written(tmp_path / "m", **family),
+        sources[1],
+        max_steps=10,
+        save_every=4,
+        batch_size=4,
+        fake_quant_after_n_steps=3,
+        lr=1e-4,
+    )
     trained(wanted, tmp_path / "one")
     (tmp_path / "recipe.yaml").write_text(write_recipe(wanted))
     done = execute(*TORCHRUN, "-m", "llmq", "qat", "--config", tmp_path / "recipe.yaml", "-o", tmp_path / "two")

@@ -1,10 +1,10 @@
 """The decoder as it is trained, read top-down; its weights are those of `master`.
 
 Shape letters: B rows, N tokens of each, D hidden, H heads, K kv heads, h head size, T positions,
-V vocabulary, M tokens whose loss is computed.
+V vocabulary, M tokens whose loss is computed or, inside a layer, all B x N, E experts.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +18,20 @@ from llmq.backends.base import TrainBatch
 from llmq.backends.gpu import xla
 from llmq.backends.gpu.linear import to_tensor
 from llmq.backends.gpu.master import Linear, Matrix, Norm
+from llmq.backends.gpu.mixture import route
 from llmq.backends.gpu.model import ACTIVATIONS, rotate, rotations
 from llmq.checkpoint.loader import ModelWeights
 from llmq.config import Scheme
-from llmq.model.names import EMBEDDING, FINAL_NORM, LM_HEAD, layer_norms, layer_prefix
+from llmq.model.names import (
+    EMBEDDING,
+    FINAL_NORM,
+    LM_HEAD,
+    STAGES,
+    ExpertNames,
+    expert_names,
+    layer_norms,
+    layer_prefix,
+)
 from llmq.quant import QTensor
 
 #: Tokens whose logits are held at once.
@@ -65,6 +75,47 @@ class Taught:
     temperature: float
 
 
+class Expert(nn.Module):
+    """A gated MLP: that of a layer, or one of several."""
+
+    def __init__(self, loader: "_Loader", at: str, names: Sequence[str]) -> None:
+        super().__init__()
+        self._activation = ACTIVATIONS[loader.config.activation]
+        self.gate, self.up, self.down = (loader.linear(at + name) for name in names)
+
+    def forward(self, x_MD: Tensor) -> Tensor:
+        """Of any number of tokens, or none."""
+        return self.down(self._activation(self.gate(x_MD)) * self.up(x_MD))
+
+
+class Mixture(nn.Module):
+    """The experts of a layer, each computed for the tokens that chose it, and the router that they choose by.
+
+    One that no token chose is computed for none: its gradient is 0, on this process as on the others. Where a
+    computation must not depend on values, on XLA, each is computed for all.
+    """
+
+    def __init__(self, loader: "_Loader", at: str, names: ExpertNames) -> None:
+        super().__init__()
+        assert loader.config.experts is not None
+        self._config = loader.config.experts
+        self.router = loader.linear(at + names.router)
+        self.experts = nn.ModuleList(Expert(loader, at, each) for each in names.experts)
+
+    def forward(self, x_BND: Tensor) -> Tensor:
+        """The sum is one of float32, rounded once."""
+        x_MD = x_BND.flatten(0, 1)
+        weight_ME = route(x_MD, self.router.seen(), self._config)
+        y_MD = torch.zeros_like(x_MD, dtype=torch.float32)
+        for weight_M, expert in zip(weight_ME.T, self.experts, strict=True):
+            if x_MD.device.type == "xla":
+                y_MD = y_MD + weight_M[:, None] * expert(x_MD).float()
+            else:
+                rows = weight_M.nonzero().flatten()
+                y_MD = y_MD.index_add(0, rows, weight_M[rows, None] * expert(x_MD[rows]).float())
+        return y_MD.to(x_BND.dtype).view_as(x_BND)
+
+
 class Layer(nn.Module):
     """One decoder layer."""
 
@@ -72,7 +123,6 @@ class Layer(nn.Module):
         super().__init__()
         at, norms = layer_prefix(index), layer_norms(loader.config)
         self._config, self._attention = loader.config, loader.config.attention_index(index)
-        self._activation = ACTIVATIONS[loader.config.activation]
         self.input_norm = loader.norm(f"{at}{norms.attention}.weight")
         self.q, self.k, self.v, self.o = (loader.linear(f"{at}self_attn.{name}_proj") for name in "qkvo")
         self.q_norm, self.k_norm = (
@@ -82,7 +132,8 @@ class Layer(nn.Module):
         self.attended_norm = loader.norm(f"{at}{norms.attended}.weight") if norms.attended else nn.Identity()
         self.mlp_norm = loader.norm(f"{at}{norms.mlp}.weight")
         self.out_norm = loader.norm(f"{at}{norms.out}.weight") if norms.out else nn.Identity()
-        self.gate, self.up, self.down = (loader.linear(f"{at}mlp.{name}_proj") for name in ("gate", "up", "down"))
+        mixture = expert_names(loader.config)
+        self.mlp = Mixture(loader, at, mixture) if mixture else Expert(loader, at, STAGES[2] + STAGES[3])
 
     def forward(self, x_BND: Tensor, rows: Rows) -> Tensor:
         """Attention and MLP, each added to the stream."""
@@ -94,7 +145,7 @@ class Layer(nn.Module):
         out_BND = self.o(_attend(q_BNHh, k_BNKh, v_BNKh, mask_B1NN, self._config.score_scale))
         x_BND = x_BND + self.attended_norm(out_BND)
         inner_BND = self.mlp_norm(x_BND)
-        return x_BND + self.out_norm(self.down(self._activation(self.gate(inner_BND)) * self.up(inner_BND)))
+        return x_BND + self.out_norm(self.mlp(inner_BND))
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self._config.head_dim))

@@ -4,7 +4,8 @@
     backward  the gradient as it is, but 0 where the code was clipped (`llmq.quant.gradient`)
 
 Weights are a dictionary by their names in the checkpoint; those of a segment of like layers lie stacked
-under the name without the layer, behind the segment's number.
+under the name without the layer, behind the segment's number. Experts are computed for every token, each on its
+own, and count 0 for tokens that did not choose them.
 
 Shape letters: B rows, N tokens of each, D hidden, K kv heads, R query heads of each, h head size,
 O output features, I input features, V vocabulary, A ways to attend.
@@ -20,11 +21,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from llmq.backends.tpu.linear import Leaf
-from llmq.backends.tpu.mlp import ACTIVATIONS
+from llmq.backends.tpu.mlp import ACTIVATIONS, route
 from llmq.backends.tpu.model import of_layer, precision
 from llmq.config import Scheme
 from llmq.model.config import ModelConfig
-from llmq.model.names import EMBEDDING, FINAL_NORM, LM_HEAD, layer_norms
+from llmq.model.names import EMBEDDING, FINAL_NORM, LM_HEAD, STAGES, expert_names, layer_norms
 from llmq.quant import dequantize, quantize
 from llmq.quant.gradient import is_clipped
 
@@ -224,8 +225,20 @@ def _layer(config: ModelConfig, see: Tensors, x_BND: jax.Array, rows: Rows, atte
     attended_BND = _attend(config, window, q_BNHh, k_BNKh, heads("v"), rows.documents_BN)
     x_BND = x_BND + norm(norms.attended, linear("self_attn.o_proj", attended_BND))
     normed_BND = norm(norms.mlp, x_BND)
-    gated = ACTIVATIONS[config.activation](linear("mlp.gate_proj", normed_BND)) * linear("mlp.up_proj", normed_BND)
-    return x_BND + norm(norms.out, linear("mlp.down_proj", gated))
+
+    def mlp(gate: str, up: str, down: str) -> jax.Array:
+        return linear(down, ACTIVATIONS[config.activation](linear(gate, normed_BND)) * linear(up, normed_BND))
+
+    mixture = expert_names(config)
+    if mixture is None or config.experts is None:
+        return x_BND + norm(norms.out, mlp(*STAGES[2], *STAGES[3]))
+    tokens_MD = normed_BND.reshape(-1, normed_BND.shape[-1])
+    weight_ME = route(tokens_MD, see[f"{mixture.router}.weight"], config.experts)
+    weight_BNE = weight_ME.reshape(*normed_BND.shape[:2], -1)
+    parts = [
+        weight_BNE[..., index, None] * mlp(*names).astype(jnp.float32) for index, names in enumerate(mixture.experts)
+    ]
+    return x_BND + norm(norms.out, sum(parts, jnp.zeros(x_BND.shape, jnp.float32)).astype(x_BND.dtype))
 
 
 def _attend(
