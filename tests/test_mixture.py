@@ -280,7 +280,9 @@ def test_experts_are_trained_for_the_codes_they_get(family: str, tmp_path: Path)
     for name in experts_of(after.config):
         stored = codes[name]
         assert isinstance(stored, QTensor)
-        np.testing.assert_array_equal(stored.values, quantize_weight(np.asarray(after[name], np.float32), schemes[name]).values)
+        np.testing.assert_array_equal(
+            stored.values, quantize_weight(np.asarray(after[name], np.float32), schemes[name]).values
+        )
         assert not np.array_equal(np.asarray(before[name]), np.asarray(after[name])), name
 
 
