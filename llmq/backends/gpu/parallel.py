@@ -88,8 +88,10 @@ class Team:
     def alone(self) -> Generator[None]:
         """Within it nothing is exchanged: each process tries its own kernels, in its own time."""
         self._alone = True
-        yield
-        self._alone = False
+        try:
+            yield
+        finally:
+            self._alone = False
 
     def tell(self, message: Any = None) -> Any:
         """What the first process says, in every process."""
