@@ -118,7 +118,7 @@ def test_a_run_that_is_killed_is_resumed_to_the_same_bytes(text: Path, tmp_path:
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     assert not (tmp_path / "out").exists()
-    assert "resume: the interrupted run had tokens=" in refused(
+    assert "resume: the interrupted run had seed=" in refused(
         "quantize", source, "-o", tmp_path / "out", *options, "--seed", 1, "--resume"
     )
     resumed = llmq("quantize", source, "-o", tmp_path / "out", *options, "--resume")

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from llmq.backends.base import Caps, ModelOptions, Run, Scores, SlotSampling, State, Stats, StepHandle, StepOut
 from llmq.backends.gpu.attention import Cache, RunPlace, StepPlace, send
-from llmq.backends.gpu.compiled import CompiledDecoder
 from llmq.backends.gpu.device import DTYPES, choose_device
 from llmq.backends.gpu.model import Decoder
 from llmq.backends.gpu.parallel import ShardedWeights, join_team
@@ -116,7 +115,11 @@ class TorchModel:
         self.team = join_team(options, self._device)
         part = ShardedWeights(weights, self.team) if self.team else weights
         self._decoder = Decoder(part, options.max_len, self._device, self._dtype, self.team)
-        self._steps = CompiledDecoder(self._decoder) if options.compile else self._decoder
+        self._steps = self._decoder
+        if options.compile:
+            from llmq.backends.gpu.compiled import CompiledDecoder  # with the compiler, 40 MB
+
+            self._steps = CompiledDecoder(self._decoder)
         with self.team.alone() if self.team else nullcontext():
             self._row_counts = row_counts(self._steps, options.num_slots)
         if self.team:
