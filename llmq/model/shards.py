@@ -15,7 +15,8 @@ from llmq.model.names import Kind
 #: Group sizes that a refusal offers, largest first.
 _GROUP_SIZES = (256, 128, 64, 32, 16)
 
-_SPLIT_INPUTS = (".o_proj.weight", ".down_proj.weight", ".w2.weight")
+#: How the weights end that are split along their inputs.
+SPLIT_INPUTS = (".o_proj.weight", ".down_proj.weight", ".w2.weight")
 _KEY_VALUE = ("self_attn.k_proj", "self_attn.v_proj")
 
 
@@ -32,7 +33,7 @@ def share(name: str, kind: Kind, config: ModelConfig, tp: int) -> float:
         Between 1 / `tp` and 1.
     """
     module = name.rpartition(".")[0]
-    if kind in (Kind.NORM, Kind.ROUTER) or (kind is Kind.BIAS and f"{module}.weight".endswith(_SPLIT_INPUTS)):
+    if kind in (Kind.NORM, Kind.ROUTER) or (kind is Kind.BIAS and f"{module}.weight".endswith(SPLIT_INPUTS)):
         return 1.0
     return 1 / min(tp, config.num_kv_heads) if module.endswith(_KEY_VALUE) else 1 / tp
 
@@ -60,7 +61,7 @@ def check_tp(tp: int, config: ModelConfig, groups: Mapping[str, tuple[int, int]]
         field = "intermediate_size" if config.intermediate_size % tp else "vocab_size"
         raise ConfigError(f"tp={tp}: does not divide the model's {field}={getattr(config, field)}; use a smaller --tp.")
     for name, (num_features, num_groups) in groups.items():
-        if name.endswith(_SPLIT_INPUTS) and num_groups % tp:
+        if name.endswith(SPLIT_INPUTS) and num_groups % tp:
             sizes = [str(size) for size in _GROUP_SIZES if num_features % (size * tp) == 0]
             way_out = f"use --groupsize {' or '.join(sizes)}, or" if sizes else "use"
             raise ConfigError(

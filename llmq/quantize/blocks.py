@@ -146,12 +146,12 @@ class Solver:
         Returns:
             Of each linear the codes, and the error of the output relative to the output.
         """
-        pieces = [(name, rows) for name, (weight_OI, _) in linears.items() for rows in _pieces(len(weight_OI))]
-        solved = pool.map(lambda piece: self._solve(linears[piece[0]][0][piece[1]], linears[piece[0]][1]), pieces)
-        parts: dict[str, list[_Rows]] = {name: [] for name in linears}
-        for (name, _), rows in zip(pieces, solved, strict=True):
-            parts[name].append(rows)
-        return {name: (_joined([part.codes for part in rows]), _error(rows)) for name, rows in parts.items()}
+        tasks = {
+            name: [pool.submit(self._solve, weight_OI[rows], scheme) for rows in _pieces(len(weight_OI))]
+            for name, (weight_OI, scheme) in linears.items()
+        }
+        solved = {name: [task.result() for task in mine] for name, mine in tasks.items()}
+        return {name: (_joined([part.codes for part in parts]), _error(parts)) for name, parts in solved.items()}
 
     def _solve(self, weight_OI: np.ndarray, scheme: Scheme) -> "_Rows":
         target_OI = weight_OI

@@ -243,18 +243,6 @@ class StepPlace:
     def attend(self, layer: int, q_MHh: Tensor, k_MKh: Tensor, v_MKh: Tensor) -> Tensor:
         """See `Place.attend`. Rows beyond the slots are padding: nothing is stored, and what comes back is 0."""
         self._cache.write(layer, self._rows, k_MKh[: self._num_rows], v_MKh[: self._num_rows])
-        return self.look(layer, q_MHh)
-
-    def look(self, layer: int, q_MHh: Tensor) -> Tensor:
-        """Attend on what is stored.
-
-        Args:
-            layer: Which layer.
-            q_MHh: Queries; those beyond the slots get 0.
-
-        Returns:
-            `[M, H * h]`.
-        """
         num_tokens, num_heads, head_dim = q_MHh.shape
         q_MKRh = q_MHh.view(num_tokens, -1, self._cache.num_repeats, head_dim)
         kind, scale = self._cache.attention[layer], self._cache.score_scale

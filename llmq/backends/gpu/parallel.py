@@ -28,7 +28,7 @@ from llmq.checkpoint import layout
 from llmq.checkpoint.loader import ModelWeights
 from llmq.errors import BackendError, ConfigError
 from llmq.model.names import EMBEDDING, LM_HEAD
-from llmq.model.shards import check_tp
+from llmq.model.shards import SPLIT_INPUTS, check_tp
 from llmq.quant import QTensor
 
 #: A server may wait for a request as long as this.
@@ -43,7 +43,6 @@ def _proxy(items: dict[Any, Any]) -> MappingProxyType[Any, Any]:
 copyreg.pickle(MappingProxyType, lambda proxy: (_proxy, (dict(proxy),)))
 
 _SPLIT_OUTPUTS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-_SPLIT_INPUTS = ("o_proj", "down_proj")
 
 
 #: What a decoder is made of.
@@ -169,15 +168,14 @@ class ShardedWeights(Mapping[str, "np.ndarray | QTensor"]):
 
     def __getitem__(self, name: str) -> np.ndarray | QTensor:
         weight, (module, _, kind) = self._weights[name], name.rpartition(".")
-        module = module.rpartition(".")[2]
-        if module in _SPLIT_INPUTS:
+        if f"{module}.weight".endswith(SPLIT_INPUTS):
             if kind == "bias":  # added once to the sum
                 return weight if self._rank == 0 else np.zeros_like(weight)
             return _columns(weight, self._rank, self._size)
-        if module not in _SPLIT_OUTPUTS:
+        if not module.endswith(_SPLIT_OUTPUTS):
             return weight
         num_parts = self._size
-        if module in ("k_proj", "v_proj"):
+        if module.endswith(("k_proj", "v_proj")):
             num_parts = min(num_parts, self._weights.config.num_kv_heads)
         return _rows(weight, self._rank * num_parts // self._size, num_parts)
 
