@@ -243,10 +243,21 @@ def test_commands(models: list[Path], text: Path) -> None:
     done = llmq("eval", models[1], "--perplexity", text, "--window", 64, "--backend", "gpu", *common)
     assert done.returncode == 0, done.stderr
     said = refused(
-        "quantize", models[0], "-o", models[0].parent / "no", "--dataset", text, "--num-samples", 2, "--seq-len", 64
+        "quantize",
+        models[0],
+        "-o",
+        models[0].parent / "no",
+        "--dataset",
+        text,
+        "--num-samples",
+        2,
+        "--seq-len",
+        64,
+        "--algorithm",
+        "awq",
     )
-    assert "algorithm=gptq: MixtralForCausalLM has a mixture of experts" in said
-    assert "choose --algorithm mse, hqq or rtn" in said
+    assert "algorithm=awq: MixtralForCausalLM has a mixture of experts" in said
+    assert "choose --algorithm gptq, mse, hqq or rtn" in said
     assert not (models[0].parent / "no").exists()
 
 

@@ -396,6 +396,10 @@ class Calibrator(Protocol):
 
     Sequences do not see each other, and positions that are not theirs do not exist: however they are
     packed and padded inside, nothing of it is in any result. No bit depends on the number of threads.
+
+    Where a layer has experts, ``MLP_STAGE`` computes what router and experts read; the stage after it computes nothing,
+    and the last all experts, each for the tokens that the router gives it. What is between is seen one expert at a
+    time: `pick` the tokens, and `advance` them with the expert's weights as if it were the MLP of the layer.
     """
 
     def start(self, sequences: Sequence[np.ndarray]) -> Stream:
@@ -431,6 +435,30 @@ class Calibrator(Protocol):
 
         Returns:
             float64 `[I, I]`, the sum over all tokens of ``x x^T``.
+        """
+        ...
+
+    def probabilities(self, stream: Stream, block: Block) -> np.ndarray:
+        """How likely the router of a mixture finds each expert for each token.
+
+        Args:
+            stream: At ``MLP_STAGE``.
+            block: Tensors of its layer.
+
+        Returns:
+            float32 `[T, E]`, for all tokens of all sequences, one behind the other.
+        """
+        ...
+
+    def pick(self, stream: Stream, tokens: np.ndarray) -> Stream:
+        """Some tokens alone, as if they went through one expert.
+
+        Args:
+            stream: At ``MLP_STAGE``; it stays valid.
+            tokens: Rising indices of rows of `probabilities`, one at least.
+
+        Returns:
+            Those tokens at the same stage. It can be advanced by one stage, with `as_mlp` of the expert for a block.
         """
         ...
 
@@ -522,6 +550,7 @@ class TrainOptions:
         mesh: Copies of the weights, and devices that share each; None shares one copy among all.
         max_len: Tokens of the longest row.
         schemes: Weight name -> the grid that training is to be aware of.
+        rounded_inputs: Names of the weights whose linears take their inputs in int8, one scale a token.
         adapters: Train these only; None trains every weight.
         optimizer: With float32 moments, or with such of 8 bits.
         betas: Of AdamW.
@@ -539,6 +568,7 @@ class TrainOptions:
     mesh: tuple[int, int] | None = None
     max_len: int = 2048
     schemes: Mapping[str, Scheme] = field(default_factory=lambda: MappingProxyType({}))
+    rounded_inputs: frozenset[str] = frozenset()
     adapters: Adapters | None = None
     optimizer: OptimizerName = "adamw"
     betas: tuple[float, float] = (0.9, 0.99)
@@ -604,7 +634,7 @@ class Trainer(Protocol):
         Args:
             batches: Computed one after the other; the loss is the mean over the tokens of all.
             learning_rate: Of this step.
-            quantized: Whether the forward pass sees weights on their grids.
+            quantized: Whether the forward pass sees weights, and the inputs that are to be rounded, on their grids.
 
         Returns:
             What it did.

@@ -22,6 +22,7 @@ import numpy as np
 from llmq.checkpoint.reader import QUANT_METHOD
 from llmq.config import QuantizationConfig, Scheme, validated
 from llmq.errors import ArtifactError, ConfigError
+from llmq.model.names import EMBEDDING, LM_HEAD
 from llmq.quant import QTensor, unpack_int4
 from llmq.quant.affine import dtype_of
 
@@ -131,6 +132,22 @@ def check(name: str, stored: Mapping[str, Entry]) -> tuple[int, ...]:
             f"{name}: values {list(shape)} and scale {list(grid[1])} do not fit together; the artifact is damaged."
         )
     return shape
+
+
+def rounds_inputs(name: str, entries: Mapping[str, Entry], config: QuantizationConfig) -> bool:
+    """Whether a linear takes its inputs in int8.
+
+    Args:
+        name: Of its weight.
+        entries: Stored name -> dtype and shape.
+        config: Of the artifact.
+
+    Returns:
+        True where the configuration asks for it, and codes of 8 bits have one scale a row. Heads never do.
+    """
+    if config.activation == "none" or name + VALUES not in entries or name in (EMBEDDING, LM_HEAD):
+        return False
+    return entries[name + VALUES][0] == np.int8 and entries[name + SCALE][1][-1] == 1
 
 
 def quantization_dict(config: QuantizationConfig) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from llmq.checkpoint.reader import (
 from llmq.config import QuantizationConfig
 from llmq.errors import ArtifactError
 from llmq.model.config import ModelConfig
-from llmq.model.names import EMBEDDING, LM_HEAD, check_tensors, droppable
+from llmq.model.names import check_tensors, droppable
 from llmq.quant import QTensor
 
 
@@ -78,12 +78,9 @@ class ModelWeights(Mapping[str, np.ndarray | QTensor]):
             name: Of its weight.
 
         Returns:
-            True where the artifact says so, and codes of 8 bits have one scale a row. Heads never do.
+            True where the artifact says so.
         """
-        if self.quantization is None or self.quantization.activation == "none" or not self.is_quantized(name):
-            return False
-        is_byte = self.entries[name + layout.VALUES][0] == np.int8
-        return is_byte and self.entries[name + layout.SCALE][1][-1] == 1 and name not in (EMBEDDING, LM_HEAD)
+        return self.quantization is not None and layout.rounds_inputs(name, self.entries, self.quantization)
 
     def __getitem__(self, name: str) -> np.ndarray | QTensor:
         if name not in self.shapes:

@@ -49,7 +49,7 @@ def check_trained(trained: QuantizationConfig | None, given: Mapping[str, Any]) 
     if trained is None:
         return validated(QuantizationConfig, **given)
     asked = validated(QuantizationConfig, **{**trained.model_dump(), **given})
-    for field in QuantizationConfig.model_fields.keys() - {"activation"}:  # of which no grid depends
+    for field in QuantizationConfig.model_fields:
         if getattr(asked, field) != getattr(trained, field):
             raise ConfigError(
                 f"{field}={getattr(asked, field)!r}: the checkpoint was trained for {getattr(trained, field)!r}; "

@@ -28,6 +28,7 @@ def qat(
     sym: options.Symmetric = None,
     embedding: Annotated[str | None, typer.Option("--embedding", help="Scheme of the token embedding, or none. Default: int8_per_channel.", show_default=False)] = None,
     lm_head: Annotated[str | None, typer.Option("--lm-head", help="Scheme of an untied head, or none. Default: int8_per_channel.", show_default=False)] = None,
+    activation: Annotated[str | None, typer.Option("--activation", help="int8 rounds the inputs of int8_per_channel linears as well, one scale a token. Default: none.", show_default=False)] = None,
     ignore: options.Ignore = None,
     override: options.Overrides = None,
     fake_quant_after_n_steps: Annotated[int | None, typer.Option("--fake-quant-after-n-steps", help="Steps without fake quantization before it sets in. Default: 0.", show_default=False)] = None,

@@ -7,11 +7,14 @@ row of `_rows` is one tensor of the model.
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TypeVar
 
 import numpy as np
 
 from llmq.errors import CheckpointError, UnsupportedModelError
 from llmq.model.config import ModelConfig
+
+T = TypeVar("T")
 
 
 class Kind(StrEnum):
@@ -49,6 +52,9 @@ STAGES = (
     ("mlp.gate_proj", "mlp.up_proj"),
     ("mlp.down_proj",),
 )
+
+#: The first of `STAGES` that belongs to the MLP.
+MLP_STAGE = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +128,24 @@ def expert_names(config: ModelConfig) -> ExpertNames | None:
     return ExpertNames(f"{module}.gate", tuple((f"{at}.{gate}", f"{at}.{up}", f"{at}.{down}") for at in places))
 
 
+def as_mlp(expert: tuple[str, str, str], tensors: Mapping[str, T]) -> dict[str, T]:
+    """Tensors of an expert under the names that they have where a layer has one MLP.
+
+    Args:
+        expert: From `ExpertNames.experts`.
+        tensors: Of its layer, by their names without the prefix.
+
+    Returns:
+        Its weights and biases.
+    """
+    alone = (*STAGES[MLP_STAGE], *STAGES[MLP_STAGE + 1])
+    pairs = [(f"{own}.{part}", f"{name}.{part}") for own, name in zip(expert, alone, strict=True) for part in _PARTS]
+    return {name: tensors[own] for own, name in pairs if own in tensors}
+
+
+_PARTS = ("weight", "bias")
+
+
 def is_expert(tensor: str) -> bool:
     """Whether a tensor is of one expert of several."""
     return ".experts." in tensor
@@ -158,7 +182,7 @@ def stage_tensors(config: ModelConfig) -> tuple[frozenset[str], ...]:
         [norms.out],
     )
     modules = [{*linears, *filter(None, names)} for linears, names in zip(((), *STAGES), between, strict=True)]
-    return tuple(frozenset(f"{name}.{part}" for name in names for part in ("weight", "bias")) for names in modules)
+    return tuple(frozenset(f"{name}.{part}" for name in names for part in _PARTS) for names in modules)
 
 
 #: Endings of tensors that are recomputed from the config and never stored again.

@@ -8,6 +8,7 @@ from typing import Any
 from llmq.backends.base import Adapters, TrainBatch, TrainOptions
 from llmq.backends.registry import select_backend
 from llmq.checkpoint.coverage import TensorPlan, plan_coverage
+from llmq.checkpoint.layout import rounds_inputs
 from llmq.checkpoint.loader import ModelWeights, load_weights
 from llmq.config import Scheme
 from llmq.errors import AlreadyQuantizedError, ConfigError
@@ -46,6 +47,12 @@ class Plan:
     def schemes(self) -> dict[str, Scheme]:
         """Weight name -> its grid."""
         return {row.name: row.scheme for row in self.coverage if row.scheme}
+
+    @property
+    def rounded_inputs(self) -> frozenset[str]:
+        """Names of the weights whose linears take their inputs in int8, as they will in the artifact."""
+        asked = self.recipe.quantization
+        return frozenset(row.name for row in self.coverage if rounds_inputs(row.name, row.stored, asked))
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -140,6 +147,7 @@ def train_options(plan: Plan, device: str | None) -> TrainOptions:
         dtype=recipe.dtype,
         max_len=recipe.seq_len,
         schemes=plan.schemes,
+        rounded_inputs=plan.rounded_inputs,
         adapters=_adapters(plan),
         optimizer=recipe.optimizer,
         betas=(recipe.beta1, recipe.beta2),

@@ -75,7 +75,7 @@ class Recipe(Frozen):
     Attributes:
         model: A directory, a ``.gguf`` file or a hub id.
         data: A file (text, or JSON lines) or a hub id, see `llmq.qat.data`.
-        quantization: The grids to train for.
+        quantization: The grids to train for, of weights and, with `activation`, of what linears read.
         fake_quant_after_n_steps: Steps without fake quantization, before it sets in.
         lora: Train adapters only; None trains every weight.
         distillation: A teacher; None learns from the data alone.
@@ -149,15 +149,6 @@ class Recipe(Frozen):
     def _rises_before_it_falls(self) -> Self:
         if self.max_steps is not None and self.warmup >= self.max_steps:
             raise ValueError(f"warmup={self.warmup}: must be less than the {self.max_steps} steps")
-        return self
-
-    @model_validator(mode="after")
-    def _trains_weights_only(self) -> Self:
-        if self.quantization.activation != "none":
-            raise ValueError(
-                f"quantization.activation={self.quantization.activation!r}: training rounds weights only; leave it out, "
-                "and give it to llmq convert when the run is done"
-            )
         return self
 
     def learning_rate(self, step: int, num_steps: int) -> float:

@@ -1,9 +1,9 @@
-"""int8 keys and values: one scale per token and head, so that nothing written later changes it.
+"""int8 vectors, one scale each: keys and values by token and head, inputs of linears by token.
 
     x[..., h]  ~=  values[..., h] * scale[...]        scale = max |x| / 127
 
-The scales of keys multiply the scores, those of values the probabilities; the dequantized cache is
-never built.
+Nothing that comes later changes them. The scales of keys multiply the scores, those of values the
+probabilities; the dequantized cache is never built.
 """
 
 import array_api_compat as aac
@@ -28,3 +28,17 @@ def quantize_vectors(x: Array) -> tuple[Array, Array]:
     divisor = xp.where(scale == 0, xp.ones_like(scale), scale)
     values = xp.clip(xp.round(x32 / divisor[..., None]), -127, 127)
     return xp.astype(values, xp.int8), scale
+
+
+def fake_quantize_vectors(x: Array) -> Array:
+    """What `quantize_vectors` leaves of vectors.
+
+    Args:
+        x: `[..., h]`.
+
+    Returns:
+        ``values * scale``, rounded to the type of `x`. No value is clipped: a vector's largest has the largest code.
+    """
+    xp = aac.array_namespace(x)
+    values, scale = quantize_vectors(x)
+    return xp.astype(xp.astype(values, xp.float32) * scale[..., None], x.dtype)

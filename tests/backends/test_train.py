@@ -14,7 +14,7 @@ from llmq.backends.base import Adapters, ModelOptions, Run, TrainBatch, Trainer,
 from llmq.backends.gpu.optimizer import AdamW8bit
 from llmq.backends.registry import load_backend
 from llmq.checkpoint.loader import ModelWeights, load_weights
-from llmq.config import SCHEMES, Scheme
+from llmq.config import SCHEMES, QuantizationConfig, Scheme
 from llmq.errors import BackendError
 from llmq.model.names import Kind, expected_tensors
 from llmq.quant import dequantize, quantize
@@ -125,6 +125,23 @@ def test_what_is_trained_is_what_is_quantized(
     }
     plain = load_weights(str(write_checkpoint(tmp_path / "codes", dict(weights.reader.config), rounded)))
     np.testing.assert_array_equal(open_trainer(backend, plain, dtype=dtype).evaluate(batch, quantized=False), last)
+
+
+@pytest.mark.parametrize(("family", "symmetric"), [("qwen2", True), ("mixtral", False)])
+def test_rounded_inputs_are_those_of_the_reference(backend: str, symmetric: bool, family: str, tmp_path: Path) -> None:
+    """In most rows, as long as they are short: an input next to a tie may fall to its other side, and others after it."""
+    weights, batch = tiny(tmp_path, **FAMILIES[family]), one_document(rows=9, tokens=3)
+    config = QuantizationConfig(scheme="int8_per_channel", symmetric=symmetric, activation="int8")
+    codes = QuantizedWeights(weights, config)
+    rounded = frozenset(name for name in weights if codes.rounds_inputs(name))
+    assert {name.split(".")[-2] for name in rounded} >= {"q_proj", "o_proj"}
+    trainer = open_trainer(backend, weights, schemes=codes.schemes, rounded_inputs=rounded)
+    only_weights = open_trainer(backend, weights, schemes=codes.schemes).evaluate(batch, quantized=True)
+    found, expected = trainer.evaluate(batch, quantized=True), expected_nats(codes, batch)
+    assert np.median(np.abs(found / expected - 1)) < 1e-6 < np.abs(only_weights / expected - 1).min()
+    np.testing.assert_allclose(trainer.evaluate(batch, quantized=False), expected_nats(weights, batch), rtol=1e-5)
+    losses = [trainer.step([batch], 1e-3, quantized=True).loss for _ in range(3)]
+    assert losses[2] < losses[1] < losses[0]
 
 
 def test_the_artifact_predicts_what_training_saw(backend: str, weights: ModelWeights) -> None:

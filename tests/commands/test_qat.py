@@ -91,6 +91,27 @@ def check_chain(artifact: str, backend: str, tmp_path: Path) -> None:
         assert "int8_blockwise" in server.output()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["gpu", "tpu"])
+def test_inputs_in_int8_are_trained_for_and_kept(model: Path, chats: Path, tmp_path: Path, backend: str) -> None:
+    done = llmq(
+        "qat", model, "--data", chats, "-o", tmp_path / "trained", "--scheme", "w8a16", "--activation", "int8",
+        "--max-steps", 3, "--seq-len", 64, "--lr", 1e-3, "--quantize", "--json", "--backend", backend, "--device", "cpu",
+        "--dtype", "float32",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    record = json.loads(done.stdout)
+    done = llmq("quantize", tmp_path / "trained", "-o", tmp_path / "later")
+    assert done.returncode == 0, done.stderr
+    later, at_once = (load_weights(str(path)) for path in (tmp_path / "later", record["artifact"]))
+    assert later.quantization == at_once.quantization
+    assert {name.split(".")[-2] for name in later if later.rounds_inputs(name)} >= {"q_proj", "down_proj"}
+    done = llmq("convert", tmp_path / "trained", "-o", tmp_path / "other", "--activation", "none")
+    assert done.returncode == 2
+    assert "activation='none': the checkpoint was trained for 'int8'; leave it out" in done.stderr
+    assert not (tmp_path / "other").exists()
+
+
 def test_the_recipe_is_shown_and_read_back(tmp_path: Path) -> None:
     done = llmq("qat", "m", "--data", "d", "--groupsize", 64, "--lora-rank", 4, "--print-config")
     assert done.returncode == 0, done.stderr

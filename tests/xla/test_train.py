@@ -159,6 +159,7 @@ CASES = {
         {"architectures": ["MistralForCausalLM"], "sliding_window": 8},
         {"recompute": True, "weight_decay": 0.1, "clip": None},
     ),
+    "inputs in int8": ({}, {"rounded_inputs": "proj"}),
 }
 
 
@@ -168,6 +169,8 @@ def test_every_option_computes_what_it_does_on_the_cpu(case: str, tmp_path: Path
     weights = tiny(tmp_path, **changes)
     if options.get("teacher"):
         options = {**options, "teacher": tiny(tmp_path / "teacher")}
+    if target := options.get("rounded_inputs"):
+        options = {**options, "rounded_inputs": frozenset(name for name in matrices(weights) if target in name)}
     if target := options.get("adapters"):
         targets = frozenset(name for name in matrices(weights) if target in name)
         options = {**options, "adapters": Adapters(rank=4, alpha=8.0, targets=targets, seed=0)}

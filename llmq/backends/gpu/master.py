@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from llmq.backends.base import Adapters
 from llmq.backends.gpu.model import rms_norm
-from llmq.backends.gpu.straight import Seen, see, straight_through
+from llmq.backends.gpu.straight import Seen, round_inputs, see, straight_through
 from llmq.config import Scheme
 
 
@@ -69,17 +69,34 @@ class Matrix(nn.Module):
 
 
 class Linear(Matrix):
-    """``y = x @ weight.T + bias``."""
+    """``y = x @ weight.T + bias``.
+
+    Args:
+        name: Of the tensor in the checkpoint.
+        weight_OI: float32.
+        scheme: Its grid, if it is to be quantized.
+        dtype: Compute type.
+        bias_O: float32, or None.
+        rounds_inputs: Whether x is rounded to int8 whenever the forward pass sees the grid.
+    """
 
     def __init__(
-        self, name: str, weight_OI: Tensor, scheme: Scheme | None, dtype: torch.dtype, bias_O: Tensor | None
+        self,
+        name: str,
+        weight_OI: Tensor,
+        scheme: Scheme | None,
+        dtype: torch.dtype,
+        bias_O: Tensor | None,
+        *,
+        rounds_inputs: bool,
     ) -> None:
         super().__init__(name, weight_OI, scheme, dtype)
         self.bias = None if bias_O is None else nn.Parameter(bias_O)
+        self._rounds_inputs = rounds_inputs
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply."""
-        y = F.linear(x, self.seen())
+        y = F.linear(round_inputs(x) if self._rounds_inputs and self._quantized else x, self.seen())
         return y if self.bias is None else y + self.bias.to(self.dtype)
 
 

@@ -1,4 +1,4 @@
-"""What the forward pass of training sees of a master weight, and the gradient it sends back.
+"""What the forward pass of training sees of a master weight or of a linear's input, and the gradient it sends back.
 
     forward   w  ->  dequantize(quantize(w))  rounded once to the compute type
     backward  the gradient as it is, but 0 where the code was clipped (`llmq.quant.gradient`)
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from llmq.config import Scheme
-from llmq.quant import dequantize, quantize
+from llmq.quant import dequantize, fake_quantize_vectors, quantize
 from llmq.quant.affine import choose_scale_zero, flush, step
 from llmq.quant.gradient import is_clipped
 
@@ -57,15 +57,27 @@ def straight_through(master_OI: Tensor, seen: Seen) -> Tensor:
     return _Straight.apply(master_OI, seen.weight_OI, seen.clipped)
 
 
+def round_inputs(x: Tensor) -> Tensor:
+    """What a linear reads that takes its inputs in int8, with the gradient passed through.
+
+    Args:
+        x: `[..., I]` in the compute type.
+
+    Returns:
+        As `llmq.quant.fake_quantize_vectors`.
+    """
+    return _Straight.apply(x, fake_quantize_vectors(x.detach()), None)
+
+
 class _Straight(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, master_OI: Tensor, seen_OI: Tensor, clipped: Tensor | None) -> Tensor:  # noqa: ARG004 - autograd's
-        ctx.clipped = clipped
+    def forward(ctx: Any, master_OI: Tensor, seen_OI: Tensor, clipped: Tensor | None) -> Tensor:
+        ctx.dtype, ctx.clipped = master_OI.dtype, clipped
         return seen_OI.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        grad_OI = grads[0].float()
+        grad_OI = grads[0].to(ctx.dtype)
         if ctx.clipped is None:
             return grad_OI, None, None
         if ctx.clipped.dtype is torch.bool:

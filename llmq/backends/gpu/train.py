@@ -40,6 +40,7 @@ class TorchTrainer:
         self._model = TrainableDecoder(
             weights,
             options.schemes,
+            options.rounded_inputs,
             options.max_len,
             self._device,
             DTYPES[dtype],
@@ -50,7 +51,7 @@ class TorchTrainer:
         if options.teacher is not None:
             self._lessons = (options.kd_weight, options.kd_temperature)
             own = DTYPES[dtype]
-            self._teacher = TrainableDecoder(options.teacher, {}, options.max_len, self._device, own, master=own)
+            self._teacher = TrainableDecoder(options.teacher, {}, (), options.max_len, self._device, own, master=own)
             self._teacher.requires_grad_(False)
         if options.adapters is not None:
             self._model.requires_grad_(False)

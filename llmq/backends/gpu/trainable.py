@@ -4,7 +4,7 @@ Shape letters: B rows, N tokens of each, D hidden, H heads, K kv heads, h head s
 V vocabulary, M tokens whose loss is computed or, inside a layer, all B x N, E experts.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -165,6 +165,7 @@ class TrainableDecoder(nn.Module):
     Args:
         weights: An unquantized checkpoint; read one by one.
         schemes: Weight name -> its grid.
+        rounded_inputs: Names of the weights whose linears take their inputs in int8.
         max_len: Positions to prepare.
         device: Where.
         dtype: Compute type.
@@ -178,6 +179,7 @@ class TrainableDecoder(nn.Module):
         self,
         weights: ModelWeights,
         schemes: Mapping[str, Scheme],
+        rounded_inputs: Collection[str],
         max_len: int,
         device: torch.device,
         dtype: torch.dtype,
@@ -187,7 +189,7 @@ class TrainableDecoder(nn.Module):
         master: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
-        loader = _Loader(weights, schemes, device, dtype, master)
+        loader = _Loader(weights, schemes, rounded_inputs, device, dtype, master)
         self.config = config = weights.config
         self._device, self._recompute, self._static = device, recompute, static
         self.embedding = loader.linear(EMBEDDING.removesuffix(".weight"))
@@ -286,18 +288,20 @@ class _Loader:
         self,
         weights: ModelWeights,
         schemes: Mapping[str, Scheme],
+        rounded_inputs: Collection[str],
         device: torch.device,
         dtype: torch.dtype,
         master: torch.dtype,
     ) -> None:
-        self._type = master
+        self._type, self._rounded_inputs = master, rounded_inputs
         self.config = weights.config
         self._weights, self._schemes, self._device, self._dtype = weights, schemes, device, dtype
 
     def linear(self, name: str) -> Linear:
         key = f"{name}.weight"
         bias_O = self._master(f"{name}.bias") if f"{name}.bias" in self._weights else None
-        return Linear(key, self._master(key), self._schemes.get(key), self._dtype, bias_O)
+        rounds = key in self._rounded_inputs
+        return Linear(key, self._master(key), self._schemes.get(key), self._dtype, bias_O, rounds_inputs=rounds)
 
     def norm(self, key: str) -> Norm:
         return Norm(key, self._master(key), self.config.norm_eps, self.config.norm_offset)

@@ -67,7 +67,9 @@ class JaxTrainer:
         self._places = _Places(weights, options)
         factor = options.adapters.alpha / options.adapters.rank if options.adapters else 0.0
         schemes = tuple((key, options.schemes[names[0]]) for key, names in self._places if names[0] in options.schemes)
-        self._spec = Spec(weights.config, self.dtype, schemes, self._places.num_segments, factor, options.recompute)
+        rounded = frozenset(key for key, names in self._places if names[0] in options.rounded_inputs)
+        segments = self._places.num_segments
+        self._spec = Spec(weights.config, self.dtype, schemes, rounded, segments, factor, options.recompute)
         held = {key: self._put(self._places.stack(names, weights)) for key, names in self._places}
         adapters = self._adapters(options, held)
         self._trained: _Tensors = adapters or held
@@ -148,7 +150,7 @@ class JaxTrainer:
         places = _Places(teacher, TrainOptions())
         dtype = dtype_of(np, self.dtype)
         held = {key: self._put(places.stack(names, teacher).astype(dtype)) for key, names in places}
-        spec = Spec(teacher.config, self.dtype, (), places.num_segments, 0.0, False)
+        spec = Spec(teacher.config, self.dtype, (), frozenset(), places.num_segments, 0.0, False)
         return spec, held, options.kd_weight, options.kd_temperature
 
     def _adapters(self, options: TrainOptions, held: _Tensors) -> _Tensors:
@@ -204,7 +206,7 @@ class _Places:
 
         def structure(layer: int) -> list[Any]:
             names = [layer_prefix(layer) + suffix for suffix in suffixes[layer]]
-            return [(options.schemes.get(name), name in targets) for name in names]
+            return [(options.schemes.get(name), name in options.rounded_inputs, name in targets) for name in names]
 
         self._names: dict[str, list[str]] = {
             name: [name] for name in weights.shapes if not name.startswith("model.layers.")

@@ -11,7 +11,7 @@ Shape letters: B rows, N tokens of each, D hidden, K kv heads, R query heads of 
 O output features, I input features, V vocabulary, A ways to attend.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -26,7 +26,7 @@ from llmq.backends.tpu.model import of_layer, precision
 from llmq.config import Scheme
 from llmq.model.config import ModelConfig
 from llmq.model.names import EMBEDDING, FINAL_NORM, LM_HEAD, STAGES, expert_names, layer_norms
-from llmq.quant import dequantize, quantize
+from llmq.quant import dequantize, fake_quantize_vectors, quantize
 from llmq.quant.gradient import is_clipped
 
 Tensors = Mapping[str, jax.Array]
@@ -40,6 +40,7 @@ class Spec:
         config: The model.
         dtype: Compute type.
         schemes: Key of a matrix -> its grid; hashable.
+        rounded_inputs: Keys of the matrices that multiply inputs in int8.
         num_segments: Of like layers.
         factor: Of adapters; 0 where there are none.
         recompute: Recompute the activations of a layer in the backward pass.
@@ -48,6 +49,7 @@ class Spec:
     config: ModelConfig
     dtype: str
     schemes: tuple[tuple[str, Scheme], ...]
+    rounded_inputs: frozenset[str]
     num_segments: int
     factor: float
     recompute: bool
@@ -114,6 +116,22 @@ def _backward(_scheme: Scheme, _dtype: str, clipped_OI: jax.Array, grad_OI: jax.
 straight_through.defvjp(_forward, _backward)
 
 
+@jax.custom_vjp
+def round_inputs(x: jax.Array) -> jax.Array:
+    """What a linear reads that takes its inputs in int8, with the gradient passed through.
+
+    Args:
+        x: `[..., I]` in the compute type.
+
+    Returns:
+        As `llmq.quant.fake_quantize_vectors`.
+    """
+    return fake_quantize_vectors(x)
+
+
+round_inputs.defvjp(lambda x: (fake_quantize_vectors(x), None), lambda _, grad: (grad,))
+
+
 def merged(weight_OI: jax.Array, down_RI: jax.Array, up_OR: jax.Array, factor: float) -> jax.Array:
     """A weight with its adapter added, the same bits wherever it is computed."""
     with precision("float32"):
@@ -127,7 +145,7 @@ def hidden(spec: Spec, tensors: Tensors, rows: Rows, *, quantized: bool) -> tupl
         spec: The model.
         tensors: Master weights, and adapters.
         rows: The batch.
-        quantized: Whether the forward pass sees weights on their grids.
+        quantized: Whether the forward pass sees weights, and the inputs that are to be rounded, on their grids.
 
     Returns:
         What the head reads, `[B, N, D]`, and the head, `[V, D]`, in the compute type.
@@ -148,17 +166,21 @@ def hidden(spec: Spec, tensors: Tensors, rows: Rows, *, quantized: bool) -> tupl
         at = f"{segment} "
         stacked = {_without(key, at): array for key, array in tensors.items() if at in key}
         mine = {_without(key, at): scheme for key, scheme in schemes.items() if at in key}
+        rounded = {_without(key, at) for key in spec.rounded_inputs if at in key and quantized}
         past = first + next(len(array) for array in stacked.values())
         kinds = [config.attention_index(index) for index in range(first, past)]
         attention_L = jnp.array(kinds) if len(config.attentions) > 1 else None
         first = past
 
         def layer(
-            x: jax.Array, scanned: tuple[Tensors, jax.Array | None], mine: Mapping[str, Scheme] = mine
+            x: jax.Array,
+            scanned: tuple[Tensors, jax.Array | None],
+            mine: Mapping[str, Scheme] = mine,
+            rounded: Collection[str] = rounded,
         ) -> tuple[jax.Array, None]:
             held, attention = scanned
             see = {key: seen(held, key, mine.get(key)) for key in held if not key.startswith(("up ", "down "))}
-            return _layer(config, see, x, rows, attention), None
+            return _layer(config, see, rounded, x, rows, attention), None
 
         x_BND, _ = lax.scan(jax.checkpoint(layer) if spec.recompute else layer, x_BND, (stacked, attention_L))
     head = EMBEDDING if config.tie_embeddings else LM_HEAD
@@ -203,9 +225,17 @@ def _without(key: str, at: str) -> str:
     return key.replace(at, "", 1)
 
 
-def _layer(config: ModelConfig, see: Tensors, x_BND: jax.Array, rows: Rows, attention: jax.Array | None) -> jax.Array:
+def _layer(
+    config: ModelConfig,
+    see: Tensors,
+    rounded: Collection[str],
+    x_BND: jax.Array,
+    rows: Rows,
+    attention: jax.Array | None,
+) -> jax.Array:
     def linear(name: str, x_BNI: jax.Array) -> jax.Array:
-        y_BNO = x_BNI @ see[f"{name}.weight"].T
+        key = f"{name}.weight"
+        y_BNO = (round_inputs(x_BNI) if key in rounded else x_BNI) @ see[key].T
         bias = see.get(f"{name}.bias")
         return y_BNO if bias is None else y_BNO + bias.astype(y_BNO.dtype)
 
