@@ -2,15 +2,19 @@
 
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
 
 from llmq.backends.base import ModelOptions
+from llmq.backends.gpu import straight
 from llmq.backends.gpu.linear import Int8InputLinear, make_joined
 from llmq.backends.reference import forward
 from llmq.backends.registry import load_backend
+from llmq.backends.tpu import trainable
 from llmq.checkpoint.layout import quantization_dict, read_quantization
 from llmq.checkpoint.loader import ModelWeights, load_weights
 from llmq.config import SCHEMES, Override, QuantizationConfig
@@ -117,11 +121,21 @@ class TestTorch:
         assert mixed.kernels[0] == "int8 weights and inputs" != mixed.kernels[1]
 
 
-def test_training_refuses_it(tmp_path: Path) -> None:
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(
-        f"model: {write_tiny(tmp_path / 'model')}\ndata: {tmp_path / 'recipe.yaml'}\n"
-        "quantization: {scheme: int8_per_channel, activation: int8}\n"
-    )
-    said = refused("qat", "--config", str(recipe), "--output", str(tmp_path / "out"))
-    assert "quantization.activation='int8': training rounds weights only" in said
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_gradient_passes_through_rounded_inputs(dtype: str) -> None:
+    x = np.random.default_rng(0).standard_normal((5, 48)).astype(np.float32)
+    x[2] = 0
+    factor = np.random.default_rng(1).standard_normal((5, 48)).astype(np.float32)
+    x_torch = torch.from_numpy(x).to(getattr(torch, dtype)).requires_grad_()
+    y_torch = straight.round_inputs(x_torch)
+    (y_torch * torch.from_numpy(factor).to(y_torch.dtype)).sum().backward()
+    x_jax = jnp.asarray(x, dtype)
+    y_jax, backward = jax.vjp(trainable.round_inputs, x_jax)
+    (grad_jax,) = backward(jnp.asarray(factor, dtype))
+    assert x_torch.grad is not None
+    values, scale = quantize_vectors(x_jax)
+    expected = (np.asarray(values, np.float32) * np.asarray(scale)[:, None]).astype(y_jax.dtype)
+    for y, grad in ((y_torch.detach().float(), x_torch.grad.float()), (y_jax, grad_jax)):
+        np.testing.assert_array_equal(np.asarray(y, np.float32), expected.astype(np.float32))
+        np.testing.assert_array_equal(np.asarray(grad, np.float32), np.asarray(jnp.asarray(factor, dtype), np.float32))
+    assert not np.array_equal(np.asarray(y_jax), np.asarray(x_jax))
