@@ -7,24 +7,26 @@ second one, of the model as it was; the difference between the two moves the tar
 
     min over W'  sum |W x~ - W' x|^2   =>   W' = W C H^-1        C = sum x~ x^T,  H = sum x x^T
 
-with x~ the input in the unquantized model. In memory are one block, and the two streams.
+with x~ the input in the unquantized model. In memory are one block, and the two streams. Of a mixture the
+experts are quantized one after the other, see `experts`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from llmq.backends.base import Calibrator
+from llmq.backends.base import Calibrator, Stream
 from llmq.checkpoint.loader import ModelWeights
 from llmq.config import Scheme
 from llmq.convert import finite_weight
-from llmq.model.names import STAGES, layer_prefix
+from llmq.model.names import MLP_STAGE, STAGES, layer_prefix
 from llmq.quant import QTensor, dequantize
 from llmq.quant.gptq import Moments, solve
 from llmq.quant.search import on_grid, search_grid
+from llmq.quantize.experts import Mixture
 from llmq.quantize.fold import fold_block
 from llmq.quantize.options import Algorithm
 
@@ -46,11 +48,13 @@ class QuantizedBlock:
         index: Which layer.
         tensors: What changed: codes of its linears, and tensors that scales were folded into.
         errors: Linear -> error of its output relative to the output, for the inputs it sees.
+        few_tokens: Index of an expert -> tokens that chose it, where these were too few for `experts`.
     """
 
     index: int
     tensors: Block
     errors: Mapping[str, float]
+    few_tokens: Mapping[int, int] = field(default_factory=dict[int, int])
 
 
 def quantize_blocks(
@@ -86,21 +90,16 @@ def quantize_blocks(
             block.update(done.tensors)
         elif algorithm.fold:
             block, scales = fold_block(calibrator, stream, prefix, source, mine, weights.config, algorithm.grid, pool)
-        errors: dict[str, float] = {}
+        work = _Work(calibrator, algorithm, pool, prefix, source, block, mine)
         for stage, linears in enumerate((*STAGES, ())):
             before, stream = calibrator.advance(before, source, stage), calibrator.advance(stream, block, stage)
-            names = [f"{linear}.weight" for linear in linears if f"{linear}.weight" in mine]
-            if done or not names:
+            if done:
                 continue
-            moments_II = calibrator.moments(stream)
-            drift_II = calibrator.drift(before, stream, scales.get(stage)) if algorithm.feedback else None
-            with threadpool_limits(1, user_api="blas"):
-                solver = Solver(moments_II, algorithm, drift_II)
-                asked = {name: (finite_weight(prefix + name, block[name]), mine[name]) for name in names}
-                for name, (codes, error) in solver(asked, pool).items():
-                    block[name], errors[name] = codes, error
+            work.quantize(linears, before, stream, scales.get(stage))
+            if stage == MLP_STAGE and weights.config.experts:
+                work.quantize_experts(Mixture(calibrator, stream, block, weights.config), before, stream)
         changed = {name: tensor for name, tensor in block.items() if tensor is not source[name]}
-        yield done or QuantizedBlock(index, changed, errors)
+        yield done or QuantizedBlock(index, changed, work.errors, work.few_tokens)
 
 
 def read_block(weights: ModelWeights, index: int) -> Block:
@@ -115,6 +114,71 @@ def read_block(weights: ModelWeights, index: int) -> Block:
     """
     prefix = layer_prefix(index)
     return {name.removeprefix(prefix): weights[name] for name in weights if name.startswith(prefix)}
+
+
+@dataclass(slots=True)
+class _Work:
+    """A block that is being quantized.
+
+    Attributes:
+        calibrator: Runs it.
+        algorithm: How.
+        pool: Threads.
+        prefix: Of its tensors' names, for messages.
+        source: Its tensors as they were.
+        block: The same, linears of which become codes.
+        schemes: Tensor -> its grid.
+        errors: Of the linears that have.
+        few_tokens: As in `QuantizedBlock`.
+    """
+
+    calibrator: Calibrator
+    algorithm: Algorithm
+    pool: ThreadPoolExecutor
+    prefix: str
+    source: Block
+    block: Block
+    schemes: Mapping[str, Scheme]
+    errors: dict[str, float] = field(default_factory=dict[str, float])
+    few_tokens: dict[int, int] = field(default_factory=dict[int, int])
+
+    def quantize(self, linears: Sequence[str], before: Stream, stream: Stream, scale_I: np.ndarray | None) -> None:
+        """Quantize linears that read the same input, those of them that have a grid.
+
+        Args:
+            linears: Their names.
+            before: Their input in the model as it was.
+            stream: Their input.
+            scale_I: What features of it were divided by on purpose.
+        """
+        names = [f"{linear}.weight" for linear in linears if f"{linear}.weight" in self.schemes]
+        if not names:
+            return
+        moments_II = self.calibrator.moments(stream)
+        drift_II = self.calibrator.drift(before, stream, scale_I) if self.algorithm.feedback else None
+        with threadpool_limits(1, user_api="blas"):
+            solver = Solver(moments_II, self.algorithm, drift_II)
+            asked = {name: (finite_weight(self.prefix + name, self.block[name]), self.schemes[name]) for name in names}
+            for name, (codes, error) in solver(asked, self.pool).items():
+                self.block[name], self.errors[name] = codes, error
+
+    def quantize_experts(self, mixture: Mixture, before: Stream, stream: Stream) -> None:
+        """Quantize the experts of a mixture.
+
+        Args:
+            mixture: They, and the tokens they see.
+            before: What they read in the model as it was.
+            stream: What they read.
+        """
+        for index, (gate, up, down) in enumerate(mixture.experts):
+            for stage, linears in ((MLP_STAGE, (gate, up)), (MLP_STAGE + 1, (down,))):
+                if not any(f"{linear}.weight" in self.schemes for linear in linears):
+                    continue
+                now = mixture.reads(stream, self.block, index, stage)
+                was = mixture.reads(before, self.source, index, stage) if self.algorithm.feedback else now
+                self.quantize(linears, was, now, None)
+                if index in mixture.few:
+                    self.few_tokens[index] = mixture.few[index]
 
 
 class Solver:

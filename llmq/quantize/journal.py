@@ -54,7 +54,11 @@ class Journal:
             else:
                 parts[name] = tensor
         staged = self._held.path / PARTIAL
-        write_file(staged, parts.items(), {"errors": json.dumps(dict(block.errors))})
+        write_file(
+            staged,
+            parts.items(),
+            {"errors": json.dumps(dict(block.errors)), "few_tokens": json.dumps(dict(block.few_tokens))},
+        )
         staged.replace(self._path(block.index))
 
     def get(self, index: int) -> QuantizedBlock | None:
@@ -77,7 +81,8 @@ class Journal:
             else stored[name].read()
             for name in logical_names(stored)
         }
-        return QuantizedBlock(index, tensors, json.loads(metadata["errors"]))
+        few_tokens = {int(expert): count for expert, count in json.loads(metadata["few_tokens"]).items()}
+        return QuantizedBlock(index, tensors, json.loads(metadata["errors"]), few_tokens)
 
     def remove(self) -> None:
         """Delete everything: the artifact stands."""

@@ -3,7 +3,7 @@
 Results do not depend on the number of threads: each thread computes whole chunks of sequences on
 its own, and second moments are summed in a fixed order.
 
-Shape letters: M tokens of a chunk, D hidden, I input features of a linear, h head size, V vocabulary.
+Shape letters: M tokens of a chunk, R of these, D hidden, E experts, I input features of a linear, h head size, V vocabulary.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,9 +20,20 @@ from torch import Tensor
 from llmq.backends.base import ModelOptions
 from llmq.backends.gpu.device import DTYPES, choose_device
 from llmq.backends.gpu.linear import to_tensor
+from llmq.backends.gpu.mixture import probabilities, route
 from llmq.backends.gpu.model import ACTIVATIONS, Embedding, norm_tensor, norm_weight, rms_norm, rotate, rotations
 from llmq.checkpoint.loader import ModelWeights
-from llmq.model.names import EMBEDDING, FINAL_NORM, LM_HEAD, STAGES, layer_norms, stage_tensors
+from llmq.model.names import (
+    EMBEDDING,
+    FINAL_NORM,
+    LM_HEAD,
+    MLP_STAGE,
+    STAGES,
+    as_mlp,
+    expert_names,
+    layer_norms,
+    stage_tensors,
+)
 from llmq.quant import QTensor, dequantize
 
 #: Tokens computed together, unless one sequence is longer.
@@ -38,6 +49,7 @@ _GRAM_ROWS = 128
 _HEAD_ROWS = 256
 
 Block = Mapping[str, "np.ndarray | QTensor"]
+Tensors = Mapping[str, Tensor]
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -65,10 +77,12 @@ class Stream:
     Attributes:
         chunks: Their activations.
         layer: The block that is being run.
+        picked: Whether these are tokens of one expert.
     """
 
     chunks: list[Chunk]
     layer: int
+    picked: bool = False
 
 
 class TorchCalibrator:
@@ -93,7 +107,7 @@ class TorchCalibrator:
         num_workers = num_threads if self._device.type == "cpu" else 1
         self._pool = ThreadPoolExecutor(num_workers, initializer=torch.set_num_threads, initargs=(1,))
         self._stages = (self._attention_in, self._attended, self._mlp_in, self._gated, self._out)
-        self._read = stage_tensors(config)
+        self._read, self._mixture = stage_tensors(config), expert_names(config)
 
     def start(self, sequences: Sequence[np.ndarray]) -> Stream:
         """See `base.Calibrator.start`."""
@@ -102,9 +116,34 @@ class TorchCalibrator:
     def advance(self, stream: Stream, block: Block, stage: int) -> Stream:
         """See `base.Calibrator.advance`."""
         run, leaves = self._stages[stage], stage == len(STAGES)
+        chunks = stream.chunks
+        if self._mixture and stage > MLP_STAGE and not stream.picked:
+            if not leaves:
+                return stream
+            chunks, run = self._mixed(chunks, block), self._add
         tensors = {name: self._tensor(name, weight) for name, weight in block.items() if name in self._read[stage]}
-        chunks = self._map(lambda chunk: run(chunk, tensors, stream.layer), stream.chunks)
-        return Stream(chunks, stream.layer + leaves)
+        chunks = self._map(lambda chunk: run(chunk, tensors, stream.layer), chunks)
+        return Stream(chunks, stream.layer + leaves, stream.picked)
+
+    def probabilities(self, stream: Stream, block: Block) -> np.ndarray:
+        """See `base.Calibrator.probabilities`."""
+        router_ED = self._router(block)
+        parts = self._map(lambda chunk: probabilities(chunk.inputs_MI, router_ED).cpu().numpy(), stream.chunks)
+        return np.concatenate(parts)
+
+    def pick(self, stream: Stream, tokens: np.ndarray) -> Stream:
+        """See `base.Calibrator.pick`. Chunks are as full as those of whole sequences."""
+        bounds = np.cumsum([0, *(len(chunk.inputs_MI) for chunk in stream.chunks)])
+        places = np.searchsorted(tokens, bounds)
+        with torch.inference_mode():
+            inputs_MI = torch.cat(
+                [
+                    chunk.inputs_MI[torch.from_numpy(tokens[first:last] - start).to(self._device)]
+                    for chunk, start, (first, last) in zip(stream.chunks, bounds[:-1], pairwise(places), strict=True)
+                ]
+            )
+            chunks = [Chunk((0, len(x)), x[:0], x) for x in inputs_MI.split(_CHUNK_TOKENS)]
+        return Stream(chunks, stream.layer, picked=True)
 
     def moments(self, stream: Stream) -> np.ndarray:
         """See `base.Calibrator.moments`."""
@@ -137,10 +176,10 @@ class TorchCalibrator:
             hidden_MD = hidden_MD * self._scale
         return Chunk(tuple(bounds), hidden_MD, hidden_MD[:0])
 
-    def _attention_in(self, chunk: Chunk, block: Mapping[str, Tensor], _: int) -> Chunk:
+    def _attention_in(self, chunk: Chunk, block: Tensors, _: int) -> Chunk:
         return replace(chunk, inputs_MI=self._norm(block, self._norms.attention, chunk.hidden_MD))
 
-    def _attended(self, chunk: Chunk, block: Mapping[str, Tensor], layer: int) -> Chunk:
+    def _attended(self, chunk: Chunk, block: Tensors, layer: int) -> Chunk:
         config, kind = self._config, self._config.attention_index(layer)
         cos_Th, sin_Th = self._rotations[kind]
         q_MHh, k_MKh, v_MKh = (
@@ -157,21 +196,50 @@ class TorchCalibrator:
             parts.append(_attend(q, k, v_MKh[first:last], config.attentions[kind].window, config.score_scale))
         return replace(chunk, inputs_MI=torch.cat(parts))
 
-    def _mlp_in(self, chunk: Chunk, block: Mapping[str, Tensor], _: int) -> Chunk:
+    def _mlp_in(self, chunk: Chunk, block: Tensors, _: int) -> Chunk:
         out_MD = self._norm(block, self._norms.attended, _linear(block, "self_attn.o_proj", chunk.inputs_MI))
         hidden_MD = chunk.hidden_MD + out_MD
         return replace(chunk, hidden_MD=hidden_MD, inputs_MI=self._norm(block, self._norms.mlp, hidden_MD))
 
-    def _gated(self, chunk: Chunk, block: Mapping[str, Tensor], _: int) -> Chunk:
-        gate, up = (_linear(block, f"mlp.{name}_proj", chunk.inputs_MI) for name in ("gate", "up"))
-        return replace(chunk, inputs_MI=self._activation(gate) * up)
+    def _gated(self, chunk: Chunk, block: Tensors, _: int) -> Chunk:
+        return replace(chunk, inputs_MI=self._gate(block, chunk.inputs_MI))
 
-    def _out(self, chunk: Chunk, block: Mapping[str, Tensor], _: int) -> Chunk:
-        out_MD = self._norm(block, self._norms.out, _linear(block, "mlp.down_proj", chunk.inputs_MI))
-        hidden_MD = chunk.hidden_MD + out_MD
+    def _gate(self, block: Tensors, x_MD: Tensor) -> Tensor:
+        gate, up = (_linear(block, f"mlp.{name}_proj", x_MD) for name in ("gate", "up"))
+        return self._activation(gate) * up
+
+    def _out(self, chunk: Chunk, block: Tensors, layer: int) -> Chunk:
+        return self._add(replace(chunk, inputs_MI=_linear(block, "mlp.down_proj", chunk.inputs_MI)), block, layer)
+
+    def _mixed(self, chunks: Sequence[Chunk], block: Block) -> list[Chunk]:
+        """What the experts make of their inputs, in place of these; one expert is on the device at a time."""
+        assert self._mixture is not None
+        experts, router_ED = self._config.experts, self._router(block)
+        assert experts is not None
+        weights = self._map(lambda chunk: route(chunk.inputs_MI, router_ED, experts), chunks)
+        totals = [torch.zeros_like(chunk.inputs_MI, dtype=torch.float32) for chunk in chunks]
+        for index, names in enumerate(self._mixture.experts):
+            rows = [weight_ME[:, index].nonzero()[:, 0] for weight_ME in weights]
+            if not any(map(len, rows)):
+                continue
+            tensors = {name: self._tensor(name, weight) for name, weight in as_mlp(names, block).items()}
+
+            def add(place: int, index: int = index, rows: list[Tensor] = rows, see: Tensors = tensors) -> None:
+                mine_R = rows[place]
+                gated_RI = self._gate(see, chunks[place].inputs_MI[mine_R])
+                added_RD = _linear(see, "mlp.down_proj", gated_RI).float()
+                totals[place].index_add_(0, mine_R, weights[place][mine_R, index, None] * added_RD)
+
+            self._map(add, range(len(chunks)))
+        return [
+            replace(chunk, inputs_MI=total_MD.to(self._dtype)) for chunk, total_MD in zip(chunks, totals, strict=True)
+        ]
+
+    def _add(self, chunk: Chunk, block: Tensors, _: int) -> Chunk:
+        hidden_MD = chunk.hidden_MD + self._norm(block, self._norms.out, chunk.inputs_MI)
         return replace(chunk, hidden_MD=hidden_MD, inputs_MI=hidden_MD[:0])
 
-    def _norm(self, block: Mapping[str, Tensor], name: str | None, x: Tensor) -> Tensor:
+    def _norm(self, block: Tensors, name: str | None, x: Tensor) -> Tensor:
         return rms_norm(x, block.get(f"{name}.weight"), self._config.norm_eps)
 
     def _divergence(self, baseline: Chunk, chunk: Chunk) -> float:
@@ -189,6 +257,13 @@ class TorchCalibrator:
             assert not isinstance(weight, QTensor), name
             return norm_tensor(self._config, weight, self._device, self._dtype)
         return self._matrix(weight)
+
+    def _router(self, block: Block) -> Tensor:
+        """In the type it is stored in."""
+        assert self._mixture is not None
+        router = block[f"{self._mixture.router}.weight"]
+        assert not isinstance(router, QTensor), self._mixture.router
+        return to_tensor(router).to(self._device)
 
     def _matrix(self, weight: np.ndarray | QTensor) -> Tensor:
         dense = dequantize(weight) if isinstance(weight, QTensor) else weight
@@ -231,7 +306,7 @@ def _packed(sequences: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
     return chunks
 
 
-def _linear(block: Mapping[str, Tensor], name: str, x_MI: Tensor) -> Tensor:
+def _linear(block: Tensors, name: str, x_MI: Tensor) -> Tensor:
     return F.linear(x_MI, block[f"{name}.weight"], block.get(f"{name}.bias"))
 
 

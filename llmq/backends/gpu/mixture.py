@@ -102,8 +102,21 @@ def route(x_MD: Tensor, router_ED: Tensor, config: Experts) -> Tensor:
     Returns:
         float32 `[M, E]`, 0 for experts that are not chosen.
     """
-    probs_ME = F.linear(x_MD.float(), router_ED.float()).softmax(dim=-1)
+    probs_ME = probabilities(x_MD, router_ED)
     # Not topk: of equal ones it takes any.
     chosen_MX = probs_ME.sort(dim=-1, descending=True, stable=True).indices[:, : config.num_chosen]
     weight_ME = torch.zeros_like(probs_ME).scatter_(1, chosen_MX, probs_ME.gather(1, chosen_MX))
     return weight_ME / weight_ME.sum(dim=-1, keepdim=True) if config.normalized else weight_ME
+
+
+def probabilities(x_MD: Tensor, router_ED: Tensor) -> Tensor:
+    """How likely each expert is for each token.
+
+    Args:
+        x_MD: In the compute type.
+        router_ED: In any type.
+
+    Returns:
+        float32 `[M, E]`.
+    """
+    return F.linear(x_MD.float(), router_ED.float()).softmax(dim=-1)

@@ -103,9 +103,21 @@ def route(x_MD: jax.Array, router_ED: jax.Array, experts: Experts) -> jax.Array:
     Returns:
         float32 `[M, E]`, 0 for experts that are not chosen.
     """
-    wide = (x_MD.astype(jnp.float32), router_ED.astype(jnp.float32))
-    probs_ME = jax.nn.softmax(jnp.einsum("md,ed->me", *wide, precision=lax.Precision.HIGHEST), axis=-1)
-    prob_MX, chosen_MX = lax.top_k(probs_ME, experts.num_chosen)
+    prob_MX, chosen_MX = lax.top_k(probabilities(x_MD, router_ED), experts.num_chosen)
     if experts.normalized:
         prob_MX = prob_MX / jnp.sum(prob_MX, axis=-1, keepdims=True)
     return jnp.sum(jax.nn.one_hot(chosen_MX, experts.num_experts) * prob_MX[..., None], axis=1)
+
+
+def probabilities(x_MD: jax.Array, router_ED: jax.Array) -> jax.Array:
+    """How likely each expert is for each token.
+
+    Args:
+        x_MD: In the compute type.
+        router_ED: In any type.
+
+    Returns:
+        float32 `[M, E]`.
+    """
+    wide = (x_MD.astype(jnp.float32), router_ED.astype(jnp.float32))
+    return jax.nn.softmax(jnp.einsum("md,ed->me", *wide, precision=lax.Precision.HIGHEST), axis=-1)
