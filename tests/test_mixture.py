@@ -25,7 +25,7 @@ from llmq.quant import quantize as quantize_weight
 from llmq.quantize.options import QuantizeOptions
 from llmq.quantize.run import quantize
 from tests.backends.test_contract import assert_rows_stand_alone
-from tests.commands.test_cli import llmq, refused
+from tests.commands.test_cli import llmq
 from tests.qat.test_run import recipe as training_recipe
 from tests.qat.test_run import trained
 from tests.tiny import (
@@ -242,23 +242,6 @@ def test_commands(models: list[Path], text: Path) -> None:
     assert done.stdout.strip()
     done = llmq("eval", models[1], "--perplexity", text, "--window", 64, "--backend", "gpu", *common)
     assert done.returncode == 0, done.stderr
-    said = refused(
-        "quantize",
-        models[0],
-        "-o",
-        models[0].parent / "no",
-        "--dataset",
-        text,
-        "--num-samples",
-        2,
-        "--seq-len",
-        64,
-        "--algorithm",
-        "awq",
-    )
-    assert "algorithm=awq: MixtralForCausalLM has a mixture of experts" in said
-    assert "choose --algorithm gptq, mse, hqq or rtn" in said
-    assert not (models[0].parent / "no").exists()
 
 
 def test_a_step_that_chooses_is_not_compiled(models: list[Path]) -> None:

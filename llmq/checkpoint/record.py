@@ -81,6 +81,8 @@ class Calibration(_Part):
         num_samples, seq_len, seed: Which sequences of it.
         backend: What ran the model.
         output_errors: Weight -> error of the linear's output relative to the output.
+        few_tokens: Expert -> tokens that chose it, of those that were fewer than its linears have input features, so
+            that it was calibrated on others as well.
         sensitivity: Linears that share an input -> divergence of the model's predictions with them alone in
             the coarsest scheme, in nats a token; empty unless it was measured.
     """
@@ -93,6 +95,7 @@ class Calibration(_Part):
     seed: int | None = None
     backend: str | None = None
     output_errors: dict[str, float] = {}
+    few_tokens: dict[str, int] = {}
     sensitivity: dict[str, float] = {}
 
 

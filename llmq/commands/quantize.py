@@ -2,7 +2,7 @@
 
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -62,7 +62,7 @@ def quantize(
     from llmq.convert import plan_conversion
     from llmq.quantize.bounded import quantize_to_divergence
     from llmq.quantize.mixed import plan_mixed
-    from llmq.quantize.options import QuantizeOptions, Target
+    from llmq.quantize.options import ALGORITHMS, QuantizeOptions, Target
     from llmq.quantize.run import check_algorithm, quantize
     from llmq.quantize.setup import Run
 
@@ -94,12 +94,19 @@ def quantize(
         if dry_run:
             print_plan(plan, target, as_json=as_json)
             return
+        if ALGORITHMS[algorithm].fold and any(row.kind == "router" for row in plan.coverage):
+            say("experts: scales go from each down into its up; none into the norm, which the router reads too")
         if wanted.target.max_kl is None:
             done = quantize(plan, wanted, target, run, sensitivity)
         else:
             done, kl = quantize_to_divergence(uniform, wanted, target, run)
             say(f"divergence {kl:.4f} nats a token on held-out text")
     print_written(plan, done, target, as_json=as_json)
+    if done.calibration and (few := done.calibration.few_tokens):
+        say(
+            f"experts: {len(few)} were chosen by fewer tokens than their linears have input features, "
+            f"{list(few.values()).count(0)} by none; they were calibrated on others too, the likeliest to choose them"
+        )
 
 
 def _mix(plan: "ConversionPlan") -> str:
@@ -109,8 +116,22 @@ def _mix(plan: "ConversionPlan") -> str:
 
 def _print_block(block: "QuantizedBlock") -> None:
     from llmq.commands.terminal import say
+    from llmq.model.names import across_experts
 
-    errors = ", ".join(
-        f"{name.split('.')[1].removesuffix('_proj')} {error:.2%}" for name, error in block.errors.items()
-    )
-    say(f"block {block.index}: output error {errors or 'none, nothing to quantize'}")
+    alike: dict[str, list[float]] = {}
+    for name, error in block.errors.items():
+        alike.setdefault(across_experts(name), []).append(error)
+    errors = ", ".join(f"{_short(name)} {_range(found)}" for name, found in alike.items())
+    few = f"; {len(block.few_tokens)} experts chosen by few tokens" if block.few_tokens else ""
+    say(f"block {block.index}: output error {errors or 'none, nothing to quantize'}{few}")
+
+
+def _short(name: str) -> str:
+    """As in ``q``, or ``experts down``."""
+    *module, linear, _ = name.split(".")
+    return f"{'experts ' if '*' in module else ''}{linear.removesuffix('_proj')}"
+
+
+def _range(errors: Sequence[float]) -> str:
+    least, most = (f"{error:.2%}" for error in (min(errors), max(errors)))
+    return least if len(errors) == 1 else f"{least} to {most}"

@@ -4,6 +4,7 @@ Names are those of the Hugging Face checkpoint; readers of other formats transla
 row of `_rows` is one tensor of the model.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -144,6 +145,11 @@ def as_mlp(expert: tuple[str, str, str], tensors: Mapping[str, T]) -> dict[str, 
 
 
 _PARTS = ("weight", "bias")
+
+
+def across_experts(name: str) -> str:
+    """A name with ``*`` for the index of an expert, a pattern of all experts of its layer; others as they are."""
+    return re.sub(r"\.experts\.\d+\.", ".experts.*.", name)
 
 
 def is_expert(tensor: str) -> bool:

@@ -26,8 +26,8 @@ from llmq.model.names import MLP_STAGE, STAGES, layer_prefix
 from llmq.quant import QTensor, dequantize
 from llmq.quant.gptq import Moments, solve
 from llmq.quant.search import on_grid, search_grid
-from llmq.quantize.experts import Mixture
-from llmq.quantize.fold import fold_block
+from llmq.quantize.experts import Mixture, module_of
+from llmq.quantize.fold import fold_block, fold_expert
 from llmq.quantize.options import Algorithm
 
 #: Tensors of a layer by their names without its prefix.
@@ -48,13 +48,13 @@ class QuantizedBlock:
         index: Which layer.
         tensors: What changed: codes of its linears, and tensors that scales were folded into.
         errors: Linear -> error of its output relative to the output, for the inputs it sees.
-        few_tokens: Index of an expert -> tokens that chose it, where these were too few for `experts`.
+        few_tokens: Expert -> tokens that chose it, where it was shown others as well, see `experts`.
     """
 
     index: int
     tensors: Block
     errors: Mapping[str, float]
-    few_tokens: Mapping[int, int] = field(default_factory=dict[int, int])
+    few_tokens: Mapping[str, int] = field(default_factory=dict[str, int])
 
 
 def quantize_blocks(
@@ -140,7 +140,7 @@ class _Work:
     block: Block
     schemes: Mapping[str, Scheme]
     errors: dict[str, float] = field(default_factory=dict[str, float])
-    few_tokens: dict[int, int] = field(default_factory=dict[int, int])
+    few_tokens: dict[str, int] = field(default_factory=dict[str, int])
 
     def quantize(self, linears: Sequence[str], before: Stream, stream: Stream, scale_I: np.ndarray | None) -> None:
         """Quantize linears that read the same input, those of them that have a grid.
@@ -170,15 +170,26 @@ class _Work:
             before: What they read in the model as it was.
             stream: What they read.
         """
-        for index, (gate, up, down) in enumerate(mixture.experts):
-            for stage, linears in ((MLP_STAGE, (gate, up)), (MLP_STAGE + 1, (down,))):
+        for index, names in enumerate(mixture.experts):
+            scale_I = self._fold_expert(mixture, stream, index) if self.algorithm.fold else None
+            for stage in (MLP_STAGE, MLP_STAGE + 1):
+                linears = mixture.linears(index, stage)
                 if not any(f"{linear}.weight" in self.schemes for linear in linears):
                     continue
                 now = mixture.reads(stream, self.block, index, stage)
                 was = mixture.reads(before, self.source, index, stage) if self.algorithm.feedback else now
-                self.quantize(linears, was, now, None)
-                if index in mixture.few:
-                    self.few_tokens[index] = mixture.few[index]
+                self.quantize(linears, was, now, None if stage == MLP_STAGE else scale_I)
+                if mixture.is_short(index, stage):
+                    self.few_tokens[module_of(names)] = mixture.counts[index]
+
+    def _fold_expert(self, mixture: Mixture, stream: Stream, index: int) -> np.ndarray | None:
+        _, up, down = mixture.experts[index]
+        if not all(f"{linear}.weight" in self.schemes for linear in (up, down)):
+            return None
+        moments_II = self.calibrator.moments(mixture.reads(stream, self.block, index, MLP_STAGE + 1))
+        return fold_expert(
+            moments_II, self.prefix, self.block, self.schemes, (up, down), self.algorithm.grid, self.pool
+        )
 
 
 class Solver:

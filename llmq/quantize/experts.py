@@ -31,7 +31,7 @@ class Mixture:
 
     Attributes:
         experts: Names of gate, up and down of each.
-        few: Index -> tokens that chose the expert, where they are fewer than one of its linears has input features.
+        counts: Tokens that chose each.
     """
 
     def __init__(self, calibrator: Calibrator, stream: Stream, block: Block, config: ModelConfig) -> None:
@@ -41,9 +41,33 @@ class Mixture:
         self.experts, self._calibrator = names.experts, calibrator
         self._prob_TE = calibrator.probabilities(stream, block)
         self._chosen_TE = chosen_experts(self._prob_TE, config.experts.num_chosen)
-        self._num_features = {MLP_STAGE: config.hidden_size, MLP_STAGE + 1: config.intermediate_size}
-        counts = self._chosen_TE.sum(axis=0).tolist()
-        self.few = {index: count for index, count in enumerate(counts) if count < max(self._num_features.values())}
+        self.counts: list[int] = self._chosen_TE.sum(axis=0).tolist()
+        self._num_features = (config.hidden_size, config.intermediate_size)
+
+    def linears(self, expert: int, stage: int) -> tuple[str, ...]:
+        """The linears of an expert that read at a stage.
+
+        Args:
+            expert: Its index.
+            stage: ``MLP_STAGE`` or the next.
+
+        Returns:
+            Gate and up, or down.
+        """
+        gate, up, down = self.experts[expert]
+        return (gate, up) if stage == MLP_STAGE else (down,)
+
+    def is_short(self, expert: int, stage: int) -> bool:
+        """Whether fewer tokens chose an expert than its linears have input features.
+
+        Args:
+            expert: Its index.
+            stage: At which they read.
+
+        Returns:
+            True where they are shown others as well.
+        """
+        return self.counts[expert] < self._num_features[stage - MLP_STAGE]
 
     def reads(self, stream: Stream, block: Block, expert: int, stage: int) -> Stream:
         """What one expert reads at a stage.
@@ -52,13 +76,14 @@ class Mixture:
             stream: All tokens, at ``MLP_STAGE``: those of the stream that was counted, or of a like one.
             block: Tensors of the layer, as they are to be run.
             expert: Its index.
-            stage: ``MLP_STAGE`` for gate and up, the next for down.
+            stage: As in `linears`.
 
         Returns:
-            The tokens it sees, at that stage.
+            The tokens they see, at that stage.
         """
         prob_T, chosen_T = self._prob_TE[:, expert], self._chosen_TE[:, expert]
-        picked = self._calibrator.pick(stream, shown_tokens(prob_T, chosen_T, self._num_features[stage]))
+        tokens = shown_tokens(prob_T, chosen_T, self._num_features[stage - MLP_STAGE])
+        picked = self._calibrator.pick(stream, tokens)
         if stage == MLP_STAGE:
             return picked
         return self._calibrator.advance(picked, as_mlp(self.experts[expert], block), stage)
@@ -93,3 +118,15 @@ def shown_tokens(prob_T: np.ndarray, chosen_T: np.ndarray, least: int) -> np.nda
     """
     order_T = np.argsort(np.where(chosen_T, -np.inf, -prob_T), kind="stable")
     return np.sort(order_T[: max(int(chosen_T.sum()), least)])
+
+
+def module_of(names: tuple[str, str, str]) -> str:
+    """What an expert is called.
+
+    Args:
+        names: Of its gate, up and down.
+
+    Returns:
+        The part of them that is the same.
+    """
+    return names[0].rpartition(".")[0]

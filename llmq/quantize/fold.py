@@ -1,4 +1,9 @@
-"""Scales of `llmq.quant.awq` folded into what makes a linear's input: the model stays what it was."""
+"""Scales of `llmq.quant.awq` folded into what makes a linear's input: the model stays what it was.
+
+Experts of a layer read the same input as their router, which is never quantized: divided and rounded to the type it is
+stored in, it would choose other experts for some tokens. Nothing is folded into the norm before them, therefore; each
+expert folds scales of its own from down into up.
+"""
 
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -63,12 +68,43 @@ def fold_block(
         moments_II = calibrator.moments(stream)
         shared = (config.num_kv_heads, config.num_heads // config.num_kv_heads, config.head_dim)
         sharing = shared if maker == "self_attn.v_proj" else (1, 1, len(moments_II))
+        rows = {name: (finite_weight(prefix + name, folded[name]), schemes[name]) for name in names}
         with threadpool_limits(1, user_api="blas"):
-            rows = [(finite_weight(prefix + name, folded[name]), schemes[name]) for name in names]
-            scale_I = choose_scales(rows, moments_II, sharing, method, pool)
+            scale_I = choose_scales(list(rows.values()), moments_II, sharing, method, pool)
         scales[stage] = scale_I = _divide(folded, maker, scale_I, sharing, config.norm_offset)
-        folded.update({name: weight_OI * scale_I for name, (weight_OI, _) in zip(names, rows, strict=True)})
+        folded.update({name: weight_OI * scale_I for name, (weight_OI, _) in rows.items()})
     return folded, scales
+
+
+def fold_expert(
+    moments_II: np.ndarray,
+    prefix: str,
+    block: "dict[str, np.ndarray | QTensor]",
+    schemes: Mapping[str, Scheme],
+    linears: tuple[str, str],
+    method: str,
+    pool: ThreadPoolExecutor,
+) -> np.ndarray:
+    """Choose scales for an expert's down and fold them into its up.
+
+    Args:
+        moments_II: Of what down reads.
+        prefix: Of the block's tensors' names, for messages.
+        block: Tensors; the two change.
+        schemes: Tensor -> its grid.
+        linears: Names of up and down.
+        method: How grids are found.
+        pool: Threads.
+
+    Returns:
+        What down's input is divided by, float32 `[I]`.
+    """
+    up, name = linears[0], f"{linears[1]}.weight"
+    sharing, weight_OI = (1, 1, len(moments_II)), finite_weight(prefix + name, block[name])
+    with threadpool_limits(1, user_api="blas"):
+        scale_I = choose_scales([(weight_OI, schemes[name])], moments_II, sharing, method, pool)
+    block[name] = weight_OI * scale_I
+    return _divide(block, up, scale_I, sharing, 0.0)
 
 
 def _divide(

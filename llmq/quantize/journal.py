@@ -81,8 +81,7 @@ class Journal:
             else stored[name].read()
             for name in logical_names(stored)
         }
-        few_tokens = {int(expert): count for expert, count in json.loads(metadata["few_tokens"]).items()}
-        return QuantizedBlock(index, tensors, json.loads(metadata["errors"]), few_tokens)
+        return QuantizedBlock(index, tensors, json.loads(metadata["errors"]), json.loads(metadata["few_tokens"]))
 
     def remove(self) -> None:
         """Delete everything: the artifact stands."""

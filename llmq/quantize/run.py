@@ -69,11 +69,14 @@ def _calibrate(
     """Quantize every block that the journal does not hold yet, into it."""
     algorithm = ALGORITHMS[options.algorithm]
     errors: dict[str, float] = {}
+    few_tokens: dict[str, int] = {}
     for block in quantize_blocks(
         setup.calibrator, setup.weights, schemes, setup.sequences, algorithm, setup.pool, journal.get
     ):
         journal.add(block)
-        errors.update({layer_prefix(block.index) + name: round(error, 6) for name, error in block.errors.items()})
+        prefix = layer_prefix(block.index)
+        errors.update({prefix + name: round(error, 6) for name, error in block.errors.items()})
+        few_tokens.update({prefix + name: count for name, count in block.few_tokens.items()})
         run.progress("blocks", block.index + 1, setup.weights.config.num_layers)
         run.tell(block)
     return Calibration(
@@ -85,6 +88,7 @@ def _calibrate(
         seed=options.seed,
         backend=setup.facts["backend"],
         output_errors=errors,
+        few_tokens=few_tokens,
     )
 
 

@@ -92,14 +92,6 @@ def set_up(plan: ConversionPlan, options: QuantizeOptions, run: Run) -> Generato
         raise ConfigError(
             f"seq_len={options.seq_len}: must be at most the model's context, {weights.config.max_positions}."
         )
-    plugin, device = select_backend(options.backend, options.device)
-    if weights.config.experts is not None and (
-        options.algorithm != "gptq" or options.holds_out or plugin.name == "tpu"
-    ):
-        raise ConfigError(
-            f"algorithm={options.algorithm}: {weights.config.architecture} has a mixture of experts, which gptq on torch alone "
-            "calibrates so far; choose --algorithm gptq, mse, hqq or rtn, without --sensitivity or a target."
-        )
     tokenizer = Tokenizer.from_files(weights.reader.side_files(), weights.config)
     text, rest = read_dataset(options.dataset, options.num_tokens), ""
     if options.holds_out:
@@ -107,6 +99,7 @@ def set_up(plan: ConversionPlan, options: QuantizeOptions, run: Run) -> Generato
     cut = (options.seq_len, options.seed, options.dataset)
     sequences = calibration_sequences(tokenizer, text, options.num_samples, *cut)
     heldout = calibration_sequences(tokenizer, rest, _HELDOUT_SAMPLES, *cut) if rest else []
+    plugin, device = select_backend(options.backend, options.device)
     num_threads = run.num_threads or len(os.sched_getaffinity(0))
     opened = ModelOptions(device=device, dtype=options.dtype, max_len=options.seq_len)
     tokens = np.concatenate(sequences + heldout).astype("<i4").tobytes()

@@ -5,12 +5,12 @@ from collections.abc import Mapping, Sequence
 from llmq.config import KEEP, Override
 from llmq.convert import ConversionPlan, plan_conversion
 from llmq.errors import ConfigError
-from llmq.model.names import Kind
+from llmq.model.names import Kind, is_expert
 from llmq.quantize.allocate import Allocation, Choice
 from llmq.quantize.options import Target
 from llmq.quantize.sensitivity import Sensitivity
 
-#: What calibration adds to the record for each linear, beside its name, and for each stage, at most.
+#: What calibration adds to the record for each linear, beside its name, for each expert and for each stage, at most.
 _RECORD_BYTES = 40
 
 #: Plans made until one is of the wanted size: each learns from the one before what names and headers take,
@@ -86,7 +86,7 @@ def _mixed(plan: ConversionPlan, rows: Sequence[Sensitivity], chosen: Sequence[i
     overrides = tuple(
         Override(pattern=linear, scheme=candidate.scheme, group_size=candidate.group_size)
         for row, candidate in zip(rows, picked, strict=True)
-        for linear in row.linears
+        for linear in row.patterns
     )
     config = plan.config.model_copy(update={"overrides": (*overrides, *plan.config.overrides)})
     return plan_conversion(plan.model, config), sum(candidate.kl for candidate in picked)
@@ -109,7 +109,8 @@ def _taken(plan: ConversionPlan, target: Target, table: Sequence[Sensitivity]) -
     linears = _linear_bytes(plan)
     if target.size is None:
         return sum(linears.values())
-    noted = (*linears, *(row.name for row in table))
+    experts = {name.removesuffix(".weight").rpartition(".")[0] for name in linears if is_expert(name)}
+    noted = (*linears, *experts, *(row.name for row in table))
     return plan.artifact_bytes + sum(len(name) + _RECORD_BYTES for name in noted)
 
 

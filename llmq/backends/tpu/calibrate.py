@@ -1,12 +1,13 @@
 """`base.Calibrator` in JAX: sequences padded to one length, every stage one compiled function.
 
-Shape letters: B sequences of a batch, N positions of each, D hidden, I input features of a linear,
-K kv heads, R query heads of each, h head size, V vocabulary.
+Shape letters: B sequences of a batch, N positions of each, M all B x N, D hidden, I input features of a linear,
+K kv heads, R query heads of each, h head size, E experts, P tokens of one, V vocabulary.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
+from itertools import pairwise
 from typing import NamedTuple
 
 import jax
@@ -18,11 +19,22 @@ from jax.tree_util import register_dataclass
 from llmq.backends.base import Block, ComputeType, ModelOptions
 from llmq.backends.tpu.device import Device
 from llmq.backends.tpu.linear import Leaf
-from llmq.backends.tpu.mlp import ACTIVATIONS
+from llmq.backends.tpu.mlp import ACTIVATIONS, probabilities, route
 from llmq.backends.tpu.model import precision
 from llmq.checkpoint.loader import ModelWeights
 from llmq.model.config import ModelConfig
-from llmq.model.names import EMBEDDING, FINAL_NORM, LM_HEAD, STAGES, layer_norms, norm_factor, stage_tensors
+from llmq.model.names import (
+    EMBEDDING,
+    FINAL_NORM,
+    LM_HEAD,
+    MLP_STAGE,
+    STAGES,
+    as_mlp,
+    expert_names,
+    layer_norms,
+    norm_factor,
+    stage_tensors,
+)
 from llmq.model.rotary import rotary_tables
 from llmq.quant import QTensor, dequantize
 from llmq.quant.affine import dtype_of
@@ -56,10 +68,12 @@ class JaxStream(NamedTuple):
     Attributes:
         batches: Their activations.
         layer: The block that is being run.
+        picked: Whether these are tokens of one expert.
     """
 
     batches: list[Batch]
     layer: int
+    picked: bool = False
 
 
 class JaxCalibrator:
@@ -74,7 +88,7 @@ class JaxCalibrator:
     def __init__(self, weights: ModelWeights, options: ModelOptions, device: Device) -> None:
         dtype: ComputeType = options.dtype or ("float32" if device.platform == "cpu" else "bfloat16")
         self._config, self._dtype, self._device = weights.config, dtype, device
-        self._read = stage_tensors(weights.config)
+        self._read, self._mixture = stage_tensors(weights.config), expert_names(weights.config)
         self._embedding_VD = self._put(weights[EMBEDDING])
         tied = weights.config.tie_embeddings
         self._head_VD = self._embedding_VD if tied else self._put(weights[LM_HEAD])
@@ -88,6 +102,8 @@ class JaxCalibrator:
 
     def advance(self, stream: JaxStream, block: Block, stage: int) -> JaxStream:
         """See `base.Calibrator.advance`."""
+        if self._mixture and stage > MLP_STAGE and not stream.picked:
+            return self._mixed(stream, block) if stage == len(STAGES) else stream
         tensors = {
             name: self._put_norm(tensor) if name.endswith("norm.weight") else self._put(tensor)
             for name, tensor in block.items()
@@ -96,7 +112,28 @@ class JaxCalibrator:
         kind = self._config.attention_index(stream.layer) if stage == 1 else 0
         rotation = (self._rotation[0][kind], self._rotation[1][kind])
         advance = partial(_advance, self._config, self._dtype, (stage, kind), tensors, rotation)
-        return JaxStream([advance(batch) for batch in stream.batches], stream.layer + (stage == len(STAGES)))
+        batches = [advance(batch) for batch in stream.batches]
+        return JaxStream(batches, stream.layer + (stage == len(STAGES)), stream.picked)
+
+    def probabilities(self, stream: JaxStream, block: Block) -> np.ndarray:
+        """See `base.Calibrator.probabilities`."""
+        router_ED = self._router(block)
+        parts = [(np.asarray(_probabilities(batch, router_ED)), np.asarray(batch.valid_BN)) for batch in stream.batches]
+        return np.concatenate([prob_BNE[valid_BN] for prob_BNE, valid_BN in parts])
+
+    def pick(self, stream: JaxStream, tokens: np.ndarray) -> JaxStream:
+        """See `base.Calibrator.pick`."""
+        valid = [np.flatnonzero(np.asarray(batch.valid_BN)) for batch in stream.batches]
+        bounds = np.cumsum([0, *map(len, valid)])
+        places = np.searchsorted(tokens, bounds)
+        picked = [
+            _picked(batch, *_padded(valid_M[tokens[first:last] - start]))
+            for batch, valid_M, start, (first, last) in zip(
+                stream.batches, valid, bounds[:-1], pairwise(places), strict=True
+            )
+            if first < last
+        ]
+        return JaxStream(picked, stream.layer, picked=True)
 
     def moments(self, stream: JaxStream) -> np.ndarray:
         """See `base.Calibrator.moments`."""
@@ -117,6 +154,35 @@ class JaxCalibrator:
             total += float(kl_BN.sum())
             num_tokens += int(np.asarray(ours.valid_BN).sum())
         return total / num_tokens
+
+    def _mixed(self, stream: JaxStream, block: Block) -> JaxStream:
+        """Leave a block with experts; one of them is on the device at a time."""
+        assert self._mixture is not None
+        router_ED, at_end = self._router(block), f"{layer_norms(self._config).out}.weight"
+        weights = [np.asarray(_weights(self._config, batch, router_ED)) for batch in stream.batches]
+        sums = [
+            jnp.zeros((len(weight_ME), batch.inputs_BNI.shape[-1]))
+            for weight_ME, batch in zip(weights, stream.batches, strict=True)
+        ]
+        for index, names in enumerate(self._mixture.experts):
+            if not any(weight_ME[:, index].any() for weight_ME in weights):
+                continue
+            expert = {name: self._put(tensor) for name, tensor in as_mlp(names, block).items()}
+            for place, (weight_ME, batch) in enumerate(zip(weights, stream.batches, strict=True)):
+                if (mine := np.flatnonzero(weight_ME[:, index])).size:
+                    place_P, valid_P = _padded(mine)
+                    weight_P = np.where(valid_P, weight_ME[place_P, index], 0)
+                    sums[place] = _add_expert(self._config, self._dtype, expert, batch, place_P, weight_P, sums[place])
+        tensors = {name: self._put_norm(block[name]) for name in (at_end,) if name in block}
+        leave = partial(_leave, self._config, self._dtype, tensors)
+        return JaxStream(list(map(leave, stream.batches, sums)), stream.layer + 1)
+
+    def _router(self, block: Block) -> jax.Array:
+        """In the type it is stored in."""
+        assert self._mixture is not None
+        router = block[f"{self._mixture.router}.weight"]
+        assert not isinstance(router, QTensor), self._mixture.router
+        return jax.device_put(router, self._device)
 
     def _embed(self, sequences: Sequence[np.ndarray]) -> Batch:
         length = -(-max(map(len, sequences)) // _LENGTH_STEP) * _LENGTH_STEP
@@ -157,6 +223,12 @@ def _batches(sequences: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
     return batches
 
 
+def _padded(place_P: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Places in as many as a power of two, the others a repeated one, and which are there: few functions are compiled."""
+    room = max(_LENGTH_STEP, 1 << (len(place_P) - 1).bit_length())
+    return np.pad(place_P, (0, room - len(place_P)), "edge").astype(np.int32), np.arange(room) < len(place_P)
+
+
 @partial(jax.jit, static_argnames=("config", "dtype", "place"))
 def _advance(
     config: ModelConfig,
@@ -185,13 +257,67 @@ def _advance(
             hidden_BND = hidden_BND + norm(norms.attended, _linear(block, "self_attn.o_proj", inputs_BNI))
             inputs_BNI = norm(norms.mlp, hidden_BND)
         elif stage == 3:
-            gate, up = (_linear(block, f"mlp.{name}_proj", inputs_BNI) for name in ("gate", "up"))
-            inputs_BNI = ACTIVATIONS[config.activation](gate) * up
+            inputs_BNI = _gated(config, block, inputs_BNI)
         else:
             assert stage == len(STAGES)
             hidden_BND = hidden_BND + norm(norms.out, _linear(block, "mlp.down_proj", inputs_BNI))
             inputs_BNI = hidden_BND[:, :0]
         return Batch(batch.valid_BN, hidden_BND, inputs_BNI)
+
+
+@partial(jax.jit, static_argnames=("config", "dtype"))
+def _leave(config: ModelConfig, dtype: str, block: _Tensors, batch: Batch, sum_MD: jax.Array) -> Batch:
+    """The end of a block whose experts give this sum."""
+    with precision(dtype):
+        out_BND = sum_MD.reshape(batch.inputs_BNI.shape).astype(batch.inputs_BNI.dtype)
+        norm_D = block.get(f"{layer_norms(config).out}.weight")
+        hidden_BND = batch.hidden_BND + (out_BND if norm_D is None else _norm(out_BND, norm_D, config.norm_eps))
+        return Batch(batch.valid_BN, hidden_BND, hidden_BND[:, :0])
+
+
+@partial(jax.jit, static_argnames=("config", "dtype"))
+def _add_expert(
+    config: ModelConfig,
+    dtype: str,
+    block: _Tensors,
+    batch: Batch,
+    place_P: jax.Array,
+    weight_P: jax.Array,
+    sum_MD: jax.Array,
+) -> jax.Array:
+    """Add what an expert makes of some tokens, times their weights."""
+    with precision(dtype):
+        x_BPD = _inputs(batch)[None, place_P]
+        y_BPD = _linear(block, "mlp.down_proj", _gated(config, block, x_BPD)).astype(jnp.float32)
+        return sum_MD.at[place_P].add(weight_P[:, None] * y_BPD[0])
+
+
+@jax.jit
+def _picked(batch: Batch, place_P: jax.Array, valid_P: jax.Array) -> Batch:
+    x_BPD = _inputs(batch)[None, place_P]
+    return Batch(valid_P[None], x_BPD[:, :0], x_BPD)
+
+
+@jax.jit
+def _probabilities(batch: Batch, router_ED: jax.Array) -> jax.Array:
+    return probabilities(_inputs(batch), router_ED).reshape(*batch.valid_BN.shape, -1)
+
+
+@partial(jax.jit, static_argnames="config")
+def _weights(config: ModelConfig, batch: Batch, router_ED: jax.Array) -> jax.Array:
+    """How much each expert counts for each token, `[M, E]`; nothing at padding."""
+    assert config.experts is not None
+    return jnp.where(batch.valid_BN.reshape(-1, 1), route(_inputs(batch), router_ED, config.experts), 0)
+
+
+def _inputs(batch: Batch) -> jax.Array:
+    """What the linears read, `[M, I]`."""
+    return batch.inputs_BNI.reshape(-1, batch.inputs_BNI.shape[-1])
+
+
+def _gated(config: ModelConfig, block: _Tensors, x_BNI: jax.Array) -> jax.Array:
+    gate, up = (_linear(block, f"mlp.{name}_proj", x_BNI) for name in ("gate", "up"))
+    return ACTIVATIONS[config.activation](gate) * up
 
 
 def _heads(config: ModelConfig, x_BNO: jax.Array) -> jax.Array:
