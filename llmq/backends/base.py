@@ -62,6 +62,9 @@ RuntimeName = Literal["jax", "torch", "torch_xla"]
 #: A kernel of its own for linears that a backend has beside the one it chooses.
 KernelName = Literal["pallas"]
 
+#: Where a teacher computes, if not on the device.
+TeacherDevice = Literal["cpu"]
+
 #: AdamW, its moments in float32 or in 8 bits.
 OptimizerName = Literal["adamw", "adamw8bit"]
 
@@ -108,6 +111,7 @@ class Caps:
         chunk_size: Prompts are written in runs cut at multiples of this; see `InferenceModel.extend`.
         vocab_size: Logits per position.
         kernels: How many linears run on which kernel, and why where it is not the fast one.
+        chunks_per_run: Chunks that a run without logits may hold: several at once are faster.
     """
 
     device: str
@@ -118,6 +122,7 @@ class Caps:
     chunk_size: int
     vocab_size: int
     kernels: tuple[str, ...]
+    chunks_per_run: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +276,8 @@ class InferenceModel(Protocol):
         """Write a run of tokens into a slot.
 
         A run of exactly `Caps.chunk_size` tokens that starts at a multiple of it gives the same bits
-        whatever is written after it: that is what makes a reused prefix equal a fresh one.
+        whatever is written after it: that is what makes a reused prefix equal a fresh one. A run of up to
+        `Caps.chunks_per_run` chunks, the last of which may be shorter, gives the bits of its chunks one by one.
 
         Args:
             state: Consumed.
@@ -557,7 +563,9 @@ class TrainOptions:
         weight_decay: Of AdamW, on matrices.
         clip: Largest norm of the gradient; None leaves it as it is.
         recompute: Recompute activations in the backward pass rather than keep them.
-        teacher: Learn from the predictions of this model as well.
+        teacher: Learn from the predictions of this model as well. The model that adapters are trained for shares
+            its weights with them, in one process.
+        teacher_device: Where another one computes, ``cpu``; None lets it share `device`.
         kd_weight: Their weight in the loss; the data's is 1 minus it.
         kd_temperature: Divides the logits of both models.
     """
@@ -576,6 +584,7 @@ class TrainOptions:
     clip: float | None = 1.0
     recompute: bool = False
     teacher: ModelWeights | None = None
+    teacher_device: TeacherDevice | None = None
     kd_weight: float = 0.5
     kd_temperature: float = 1.0
 

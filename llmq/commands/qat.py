@@ -38,6 +38,7 @@ def qat(
     teacher: Annotated[str | None, typer.Option("--teacher", help="Learn from the predictions of this unquantized model as well.", show_default=False)] = None,
     kd_weight: Annotated[float | None, typer.Option("--kd-weight", help="Weight of the divergence from the teacher in the loss. Default: 0.5.", show_default=False)] = None,
     kd_temperature: Annotated[float | None, typer.Option("--kd-temperature", help="Divides the logits of both. Default: 1.", show_default=False)] = None,
+    teacher_device: Annotated[str | None, typer.Option("--teacher-device", help="cpu keeps the teacher's weights off the device. Default: the device, shared with a model that gets adapters.", show_default=False)] = None,
     epochs: Annotated[int | None, typer.Option("--epochs", help="Passes over the data. Default: 1.", show_default=False)] = None,
     max_steps: Annotated[int | None, typer.Option("--max-steps", help="Stop after so many steps.", show_default=False)] = None,
     batch_size: Annotated[int | None, typer.Option("--batch-size", help="Rows computed together. Default: 2.", show_default=False)] = None,
@@ -78,7 +79,12 @@ def qat(
     parts = {
         "quantization": options.named_fields(ctx),
         "lora": {"rank": lora_rank, "alpha": lora_alpha, "targets": lora_targets},
-        "distillation": {"teacher": teacher, "weight": kd_weight, "temperature": kd_temperature},
+        "distillation": {
+            "teacher": teacher,
+            "weight": kd_weight,
+            "temperature": kd_temperature,
+            "device": teacher_device,
+        },
     }
     for part, fields in parts.items():
         if named := {name: value for name, value in fields.items() if value is not None}:

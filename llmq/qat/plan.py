@@ -162,7 +162,7 @@ def _lessons(plan: Plan) -> dict[str, Any]:
     wanted = plan.recipe.distillation
     if wanted is None:
         return {}
-    teacher = load_weights(wanted.teacher)
+    teacher = plan.weights if wanted.teacher == plan.recipe.model else load_weights(wanted.teacher)
     if teacher.quantization is not None:
         raise AlreadyQuantizedError(f"{wanted.teacher}: is an artifact; a teacher is an unquantized checkpoint.")
     sizes = teacher.config.vocab_size, plan.weights.config.vocab_size
@@ -175,7 +175,12 @@ def _lessons(plan: Plan) -> dict[str, Any]:
         raise ConfigError(
             f"seq_len={plan.recipe.seq_len}: must be at most the teacher's context, {teacher.config.max_positions}."
         )
-    return {"teacher": teacher, "kd_weight": wanted.weight, "kd_temperature": wanted.temperature}
+    return {
+        "teacher": teacher,
+        "teacher_device": wanted.device,
+        "kd_weight": wanted.weight,
+        "kd_temperature": wanted.temperature,
+    }
 
 
 def _adapters(plan: Plan) -> Adapters | None:

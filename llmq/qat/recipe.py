@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 import yaml
 from pydantic import Field, FiniteFloat, model_validator
 
-from llmq.backends.base import OptimizerName, RuntimeName, TrainingType
+from llmq.backends.base import OptimizerName, RuntimeName, TeacherDevice, TrainingType
 from llmq.config import Frozen, QuantizationConfig, validated
 from llmq.errors import ConfigError
 
@@ -39,11 +39,13 @@ class Distillation(Frozen):
         teacher: A directory, a ``.gguf`` file or a hub id, of the same vocabulary.
         weight: Of the divergence from the teacher in the loss; the data's loss has the rest.
         temperature: Divides the logits of both.
+        device: ``cpu`` keeps the teacher's weights off the device; None holds them there.
     """
 
     teacher: str
     weight: Annotated[float, Field(gt=0, le=1)] = 0.5
     temperature: Annotated[FiniteFloat, Field(gt=0)] = 1.0
+    device: TeacherDevice | None = None
 
 
 class Mesh(Frozen):

@@ -321,6 +321,35 @@ def test_a_teacher_is_learned_from(backend: str, weights: ModelWeights, tmp_path
     assert losses[0] == pytest.approx(expected_divergence(teacher, weights, batch), rel=1e-5)
 
 
+def test_a_teacher_has_its_own_rotation_and_windows(backend: str, weights: ModelWeights, tmp_path: Path) -> None:
+    """And its heads, and may compute elsewhere."""
+    changes = {"rope_theta": 500.0, "head_dim": 64, "sliding_window": 8, "architectures": ["MistralForCausalLM"]}
+    teacher, batch = tiny(tmp_path, **changes), one_document()
+    expected = expected_divergence(teacher, weights, batch)
+    for where in (None, "cpu"):
+        pupil = open_trainer(backend, weights, teacher=teacher, kd_weight=1.0, teacher_device=where)
+        assert pupil.step([batch], 0.0, quantized=False).loss == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_model_teaches_its_own_adapters(backend: str, weights: ModelWeights) -> None:
+    """As another copy of it does: what it teaches is neither rounded nor adapted."""
+    targets = frozenset(name for name in matrices(weights) if "q_proj" in name or "down_proj" in name)
+    options = {
+        "schemes": schemes_for(weights, GRIDS[-1]),
+        "adapters": Adapters(rank=4, alpha=8.0, targets=targets, seed=0),
+        "kd_weight": 0.5,
+    }
+    batches = [one_document(seed) for seed in range(2)]
+    copy = load_weights(str(weights.reader.path))
+    shared, apart = (open_trainer(backend, weights, teacher=teacher, **options) for teacher in (weights, copy))
+    for _ in range(3):
+        steps = [trainer.step(batches, 1e-2, quantized=True) for trainer in (shared, apart)]
+        assert steps[0].loss == pytest.approx(steps[1].loss, rel=1e-6)
+        assert steps[0].grad_norm == pytest.approx(steps[1].grad_norm, rel=1e-5)
+    for name in targets:
+        np.testing.assert_allclose(shared.weight(name), apart.weight(name), atol=1e-6)
+
+
 def expected_divergence(teacher: ModelWeights, weights: ModelWeights, batch: TrainBatch) -> float:
     """Mean of KL(teacher || model), by the reference."""
     parts = []

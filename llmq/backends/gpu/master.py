@@ -36,7 +36,7 @@ class Matrix(nn.Module):
         self.weight = nn.Parameter(weight_OI)
         self.factor = 0.0
         self.keeps_seen = True
-        self._quantized = False
+        self._quantized, self._adapted = False, True
         self._seen: Seen | None = None
 
     def adapt(self, adapters: Adapters) -> None:
@@ -52,9 +52,9 @@ class Matrix(nn.Module):
             return gather(self.weight)
         return gather(self.weight) + self.factor * (gather(self.up) @ gather(self.down))
 
-    def look(self, quantized: bool) -> None:
-        """Choose whether the forward pass sees the grid; to be called whenever the weight has changed, too."""
-        self._quantized, self._seen = quantized, None
+    def look(self, quantized: bool, *, adapted: bool = True) -> None:
+        """Choose whether the forward pass sees the grid, and adapters; to be called whenever the weight has changed, too."""
+        self._quantized, self._adapted, self._seen = quantized, adapted, None
 
     def seen(self) -> Tensor:
         """What the forward pass multiplies with, `[O, I]` in the compute type.
@@ -62,7 +62,7 @@ class Matrix(nn.Module):
         It is computed once until the next `look`: the passes over several batches, and those that
         recompute activations, share it.
         """
-        merged_OI = self.merged()
+        merged_OI = self.merged() if self._adapted else self.weight
         seen = self._seen or see(merged_OI.detach(), self.scheme if self._quantized else None, self.dtype)
         self._seen = seen if self.keeps_seen else None
         return straight_through(merged_OI, seen)

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from llmq.backends.base import ComputeType, ModelOptions, StepResult, TrainBatch, TrainOptions
 from llmq.backends.gpu import xla
@@ -13,7 +13,7 @@ from llmq.backends.gpu.device import DTYPES, choose_device
 from llmq.backends.gpu.linear import to_tensor
 from llmq.backends.gpu.master import Matrix
 from llmq.backends.gpu.optimizer import open_optimizer
-from llmq.backends.gpu.trainable import Rows, Taught, TrainableDecoder
+from llmq.backends.gpu.trainable import Taught, TrainableDecoder
 from llmq.backends.gpu.world import World, to_numpy, whole
 from llmq.checkpoint.loader import ModelWeights
 
@@ -47,12 +47,8 @@ class TorchTrainer:
             recompute=options.recompute,
             static=self._is_traced,
         )
-        self._teacher = self._lessons = None
-        if options.teacher is not None:
-            self._lessons = (options.kd_weight, options.kd_temperature)
-            own = DTYPES[dtype]
-            self._teacher = TrainableDecoder(options.teacher, {}, (), options.max_len, self._device, own, master=own)
-            self._teacher.requires_grad_(False)
+        self._teacher = self._open_teacher(weights, options)
+        self._lesson = (options.kd_weight, options.kd_temperature)
         if options.adapters is not None:
             self._model.requires_grad_(False)
             for matrix in self._model.matrices():
@@ -62,6 +58,17 @@ class TorchTrainer:
         self._trained = self._named_parameters()
         self._optimizer = open_optimizer(self._trained, options, self._world)
         self._launch()
+
+    def _open_teacher(self, weights: ModelWeights, options: TrainOptions) -> TrainableDecoder | None:
+        """Whose predictions are learned from: the model itself, where only adapters change it."""
+        if options.teacher is None:
+            return None
+        if options.teacher is weights and options.adapters and self._world.size == 1:
+            return self._model
+        device = torch.device(options.teacher_device) if options.teacher_device else self._device
+        own = DTYPES[self.dtype]
+        teacher = TrainableDecoder(options.teacher, {}, (), options.max_len, device, own, master=own)
+        return teacher.requires_grad_(False)
 
     def _named_parameters(self) -> dict[str, nn.Parameter]:
         """What is trained, by its name in a state."""
@@ -73,12 +80,14 @@ class TorchTrainer:
 
     def step(self, batches: Sequence[TrainBatch], learning_rate: float, *, quantized: bool) -> StepResult:
         """See `base.Trainer.step`."""
-        self._look(quantized)
         total = sum(int(batch.learned.sum()) for batch in batches)
         share = torch.tensor([self._world.size / total], device=self._device)  # processes average their gradients
+        mine = [self._world.part(batch) for batch in batches]
+        lessons = self._taught(mine)
+        self._look(quantized)
         parts = []
-        for batch in batches:
-            part = self._losses(self._world.part(batch)).sum()
+        for batch, taught in zip(mine, lessons, strict=True):
+            part = self._model(self._model.rows(batch), taught).sum()
             (part * share).backward()
             parts.append(part.detach())
         norm = torch.nn.utils.clip_grad_norm_(self._trained.values(), torch.inf if self._clip is None else self._clip)
@@ -88,15 +97,20 @@ class TorchTrainer:
         nats = sum(float(part) for part in parts)
         return StepResult(self._world.total(nats) / total, float(whole(norm)))
 
-    def _losses(self, batch: TrainBatch) -> Tensor:
-        rows = self._model.rows(batch)
-        return self._model(rows, self._taught(rows))
-
     @torch.no_grad()
-    def _taught(self, rows: Rows) -> Taught | None:
-        if self._teacher is None or self._lessons is None:
-            return None
-        return Taught(self._teacher.hidden(rows), self._teacher.head.seen(), *self._lessons)
+    def _taught(self, batches: Sequence[TrainBatch]) -> Sequence[Taught | None]:
+        """Of all batches before the first is learned from: the teacher may be the model, seen otherwise."""
+        teacher = self._teacher
+        if teacher is None:
+            return [None] * len(batches)
+        if teacher is self._model:
+            self._looking = None
+            for matrix in teacher.matrices():
+                matrix.look(quantized=False, adapted=False)
+        head_VD = teacher.head.seen().to(self._device)
+        return [
+            Taught(teacher.hidden(teacher.rows(batch)).to(self._device), head_VD, *self._lesson) for batch in batches
+        ]
 
     @torch.no_grad()
     def evaluate(self, batch: TrainBatch, *, quantized: bool) -> np.ndarray:

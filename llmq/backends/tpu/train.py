@@ -7,6 +7,7 @@ several copies of the weights, rows are spread over all devices and each weight 
 
 import resource
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -32,7 +33,34 @@ from llmq.quant.affine import dtype_of
 #: AdamW's moments, by what they are called in a state.
 _MOMENTS = {"first": "mu", "second": "nu"}
 
+#: A batch over the devices.
+_BY_ROWS = P(("dp", "fsdp"))
+
 _Tensors = dict[str, Any]
+
+#: Cosines and sines, float32 `[A, T, h / 2]` for each of `ModelConfig.attentions`.
+_Tables = tuple[np.ndarray, np.ndarray]
+
+
+@dataclass(frozen=True, slots=True)
+class _Teacher:
+    """Whose predictions are learned from.
+
+    Attributes:
+        spec: Its model.
+        held: Its tensors.
+        rotation: Its tables.
+        device: Where it computes; None spreads it over the devices that train.
+        share: Of the divergence from it in the loss.
+        temperature: Divides the logits of both.
+    """
+
+    spec: Spec
+    held: _Tensors
+    rotation: _Tables
+    device: Any
+    share: float
+    temperature: float
 
 
 class JaxTrainer:
@@ -74,8 +102,8 @@ class JaxTrainer:
         adapters = self._adapters(options, held)
         self._trained: _Tensors = adapters or held
         self._frozen: _Tensors = held if adapters else {}
-        self._teacher = self._teach(options)
         self._rotation = rotary_tables(weights.config, options.max_len)
+        self._teacher = self._open_teacher(weights, options)
         self._clip = jnp.inf if options.clip is None else options.clip
         self._optimizer: Any = optax.chain(
             optax.scale_by_adam(*options.betas),
@@ -88,8 +116,7 @@ class JaxTrainer:
         total = sum(int(batch.learned.sum()) for batch in batches)
         parts, grads = [], None
         for batch in batches:
-            rows = self._rows(batch)
-            taught = None if self._teacher is None else _taught(*self._teacher, rows)
+            rows, taught = self._rows(batch, self._rotation), self._taught(batch)
             part, more = _gradients(self._spec, self._trained, self._frozen, rows, taught, total, quantized)
             grads = more if grads is None else _add(grads, more)
             parts.append(part)
@@ -100,7 +127,7 @@ class JaxTrainer:
 
     def evaluate(self, batch: TrainBatch, *, quantized: bool) -> np.ndarray:
         """See `base.Trainer.evaluate`."""
-        found = _losses(self._spec, self._trained, self._frozen, self._rows(batch), quantized)
+        found = _losses(self._spec, self._trained, self._frozen, self._rows(batch, self._rotation), quantized)
         return whole(found).astype(np.float64)[: len(batch.tokens)]
 
     def weight(self, name: str) -> np.ndarray:
@@ -142,16 +169,33 @@ class JaxTrainer:
         """See `base.Trainer.close`."""
         del self._trained, self._frozen, self._moments
 
-    def _teach(self, options: TrainOptions) -> tuple[Spec, _Tensors, float, float] | None:
-        """The teacher's spec and tensors, and how to learn from it."""
-        teacher = options.teacher
+    def _open_teacher(self, weights: ModelWeights, options: TrainOptions) -> _Teacher | None:
+        """Whose predictions are learned from: the model itself, where only adapters change it."""
+        teacher, device = options.teacher, None
         if teacher is None:
             return None
-        places = _Places(teacher, TrainOptions())
-        dtype = dtype_of(np, self.dtype)
-        held = {key: self._put(places.stack(names, teacher).astype(dtype)) for key, names in places}
+        if teacher is weights and self._frozen:
+            places, held, rotation = self._places, self._frozen, self._rotation
+        else:
+            places, rotation = _Places(teacher, TrainOptions()), rotary_tables(teacher.config, options.max_len)
+            device = jax.local_devices(backend=options.teacher_device)[0] if options.teacher_device else None
+            dtype = dtype_of(np, self.dtype)
+            arrays = ((key, places.stack(names, teacher).astype(dtype)) for key, names in places)
+            held = {key: jax.device_put(array, device) if device else self._put(array) for key, array in arrays}
         spec = Spec(teacher.config, self.dtype, (), frozenset(), places.num_segments, 0.0, False)
-        return spec, held, options.kd_weight, options.kd_temperature
+        return _Teacher(spec, held, rotation, device, options.kd_weight, options.kd_temperature)
+
+    def _taught(self, batch: TrainBatch) -> Taught | None:
+        teacher = self._teacher
+        if teacher is None:
+            return None
+        if teacher.device is None:
+            x_BND, head_VD = _hidden(teacher.spec, teacher.held, self._rows(batch, teacher.rotation))
+        else:
+            rows = Rows(*jax.device_put(self._padded(batch, teacher.rotation), teacher.device))
+            found_BND, found_VD = map(np.asarray, _hidden(teacher.spec, teacher.held, rows))
+            x_BND, head_VD = self._spread(found_BND, _BY_ROWS), self._put(found_VD)
+        return Taught(x_BND, head_VD, teacher.share, teacher.temperature)
 
     def _adapters(self, options: TrainOptions, held: _Tensors) -> _Tensors:
         found: _Tensors = {}
@@ -176,13 +220,16 @@ class JaxTrainer:
         spec = P(*(None,) * axis, "fsdp") if splits else P()
         return self._spread(array, spec)
 
-    def _rows(self, batch: TrainBatch) -> Rows:
-        """A batch on the devices, filled up with rows of padding to a multiple of their number."""
-        cos, sin = (table_ATh[:, batch.positions].swapaxes(0, 1) for table_ATh in self._rotation)
+    def _rows(self, batch: TrainBatch, rotation: _Tables) -> Rows:
+        """A batch on the devices."""
+        return Rows(*(self._spread(array, _BY_ROWS) for array in self._padded(batch, rotation)))
+
+    def _padded(self, batch: TrainBatch, rotation: _Tables) -> list[np.ndarray]:
+        """The fields of `Rows`, filled up with rows of padding to a multiple of the number of devices."""
+        cos, sin = (table_ATh[:, batch.positions].swapaxes(0, 1) for table_ATh in rotation)
         arrays = (batch.tokens, batch.targets, batch.learned, batch.documents, cos, sin)
         missing = -len(batch.tokens) % self._mesh.size
-        padded = [np.pad(array, [(0, missing)] + [(0, 0)] * (array.ndim - 1)) for array in arrays]
-        return Rows(*(self._spread(array, P(("dp", "fsdp"))) for array in padded))
+        return [np.pad(array, [(0, missing)] + [(0, 0)] * (array.ndim - 1)) for array in arrays]
 
     def _spread(self, array: np.ndarray, spec: P) -> jax.Array:
         """An array that every process holds, on the devices of all."""
@@ -264,9 +311,9 @@ def _losses(spec: Spec, trained: _Tensors, frozen: _Tensors, rows: Rows, quantiz
 
 
 @partial(jax.jit, static_argnames=("spec",))
-def _taught(spec: Spec, teacher: _Tensors, share: float, temperature: float, rows: Rows) -> Taught:
+def _hidden(spec: Spec, tensors: _Tensors, rows: Rows) -> tuple[jax.Array, jax.Array]:
     with precision(spec.dtype):
-        return Taught(*hidden(spec, teacher, rows, quantized=False), share, temperature)
+        return hidden(spec, tensors, rows, quantized=False)
 
 
 @partial(jax.jit, static_argnames=("spec", "quantized"))
