@@ -304,31 +304,33 @@ def test_experts_of_a_layer_that_differ_are_refused_where_they_are_scanned(tmp_p
     np.testing.assert_allclose(logits, forward(weights, TOKENS.tolist()), atol=5e-5)
 
 
+def fuse(tensors: dict[str, np.ndarray], config: Any) -> dict[str, np.ndarray]:
+    """All experts of a layer in two tensors."""
+    mixture, fused = expert_names(config), dict(tensors)
+    assert mixture is not None
+    for layer in range(config.num_layers):
+        at = layer_prefix(layer)
+        gates, ups, downs = (
+            [fused.pop(f"{at}{name}.weight") for name in names] for names in zip(*mixture.experts, strict=True)
+        )
+        pairs = [np.concatenate(pair) for pair in zip(gates, ups, strict=True)]
+        fused[f"{at}mlp.experts.gate_up_proj"], fused[f"{at}mlp.experts.down_proj"] = (
+            np.stack(pairs),
+            np.stack(downs),
+        )
+        fused[f"{at}mlp.gate.weight"] = fused.pop(f"{at}{mixture.router}.weight")
+    return fused
+
+
 class TestFused:
     """Experts in one tensor of three axes, as transformers 5 holds them."""
-
-    def fuse(self, tensors: dict[str, np.ndarray], config: Any) -> dict[str, np.ndarray]:
-        mixture, fused = expert_names(config), dict(tensors)
-        assert mixture is not None
-        for layer in range(config.num_layers):
-            at = layer_prefix(layer)
-            gates, ups, downs = (
-                [fused.pop(f"{at}{name}.weight") for name in names] for names in zip(*mixture.experts, strict=True)
-            )
-            pairs = [np.concatenate(pair) for pair in zip(gates, ups, strict=True)]
-            fused[f"{at}mlp.experts.gate_up_proj"], fused[f"{at}mlp.experts.down_proj"] = (
-                np.stack(pairs),
-                np.stack(downs),
-            )
-            fused[f"{at}mlp.gate.weight"] = fused.pop(f"{at}{mixture.router}.weight")
-        return fused
 
     @pytest.mark.parametrize("family", FAMILIES)
     def test_every_expert_comes_back(self, family: str, tmp_path: Path) -> None:
         raw = tiny_config(**FAMILIES[family])
         tensors = random_tensors(raw)
         plain = load_weights(str(write_checkpoint(tmp_path / "plain", raw, tensors)))
-        fused = self.fuse(tensors, plain.config)
+        fused = fuse(tensors, plain.config)
         assert len(fused) < len(tensors)
         path = write_checkpoint(tmp_path / "fused", raw, fused, num_shards=2)
         split = load_weights(str(path))
@@ -355,7 +357,7 @@ class TestFused:
 
         raw = tiny_config(**QWEN3_MOE)
         plain = load_weights(str(write_checkpoint(tmp_path / "plain", raw, random_tensors(raw))))
-        fused = self.fuse(random_tensors(raw, dtype=np.float32), plain.config)
+        fused = fuse(random_tensors(raw, dtype=np.float32), plain.config)
         (tmp_path / "m").mkdir()
         (tmp_path / "m" / "config.json").write_text(json.dumps(raw))
         torch.save(
