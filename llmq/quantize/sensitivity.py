@@ -179,20 +179,21 @@ class _Tally:
     lost: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     def add(
-        self, linear: str, source: np.ndarray, moments_II: np.ndarray, method: str, pool: ThreadPoolExecutor
+        self, linear: str, weight_OI: np.ndarray, moments_II: np.ndarray, method: str, pool: ThreadPoolExecutor
     ) -> None:
-        """Add a linear: its weight, the second moments of its input, and how its grid is found."""
+        """Add a linear: its weight in float32, the second moments of its input, and how its grid is found."""
+        assert self.scheme is not None
         at, tensor = across_experts(linear), f"{linear}.weight"
-        if self.scheme is None:
-            self.num_bytes += source.nbytes
-            self.whole[at] += 0.0
-            return
-        weight_OI = finite_weight(tensor, source)
         codes = on_grid(weight_OI, *search_grid(weight_OI, self.scheme, method, pool), self.scheme)
         weight, error = weight_OI.astype(np.float64), (weight_OI - dequantize(codes)).astype(np.float64)
         self.whole[at] += float(np.vdot(weight @ moments_II, weight))
         self.lost[at] += float(np.vdot(error @ moments_II, error))
         self.num_bytes += sum(map(entry_bytes, entries(tensor, weight_OI.shape, self.scheme).values()))
+
+    def keep(self, linear: str, source: np.ndarray) -> None:
+        """Add a linear that stays as it is."""
+        self.whole[across_experts(linear)] += 0.0
+        self.num_bytes += source.nbytes
 
     def candidate(self) -> Candidate:
         """What was added, without its divergence."""
@@ -230,16 +231,19 @@ class _Stage:
             self._tallies = [_Tally(*row) for row in _schemes(self._config, len(moments_II))]
         coarsest = self._tallies[0].scheme
         assert coarsest is not None
-        sources = {linear: self._block[f"{linear}.weight"] for linear in linears}
+        worst: dict[str, tuple[np.ndarray, Scheme]] = {}
+        for linear in linears:
+            source = self._block[f"{linear}.weight"]
+            assert isinstance(source, np.ndarray), linear
+            weight_OI = finite_weight(f"{self._prefix}{linear}.weight", source)
+            worst[f"{linear}.weight"] = weight_OI, coarsest
+            with threadpool_limits(1, user_api="blas"):
+                for tally in self._tallies:
+                    if tally.scheme is None:
+                        tally.keep(linear, source)
+                    else:
+                        tally.add(linear, weight_OI, moments_II, self._algorithm.grid, self._pool)
         with threadpool_limits(1, user_api="blas"):
-            for tally in self._tallies:
-                for linear, source in sources.items():
-                    assert isinstance(source, np.ndarray)
-                    tally.add(linear, source, moments_II, self._algorithm.grid, self._pool)
-            worst = {
-                f"{linear}.weight": (finite_weight(f"{self._prefix}{linear}.weight", source), coarsest)
-                for linear, source in sources.items()
-            }
             solved = Solver(moments_II, self._algorithm)(worst, self._pool)
         self.changed.update({name: codes for name, (codes, _) in solved.items()})
 
