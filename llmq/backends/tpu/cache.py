@@ -28,13 +28,13 @@ class Cache:
 
     Attributes:
         k_LSTKh, v_LSTKh: What is stored.
-        k_scale_LSTK, v_scale_LSTK: float32 scales of codes; None without.
+        k_scale_LSKT, v_scale_LSKT: float32 scales of codes, as they multiply scores; None without.
     """
 
     k_LSTKh: Leaf
     v_LSTKh: Leaf
-    k_scale_LSTK: Leaf | None = None
-    v_scale_LSTK: Leaf | None = None
+    k_scale_LSKT: Leaf | None = None
+    v_scale_LSKT: Leaf | None = None
 
 
 @register_dataclass
@@ -114,10 +114,10 @@ def empty_cache(config: ModelConfig, num_slots: int, max_len: int, dtype: jax.ty
     Returns:
         The cache.
     """
-    num_positions = whole_blocks(max_len)
-    shape = (config.num_layers, num_slots, num_positions, config.num_kv_heads, config.head_dim)
-    stored = [jnp.zeros(shape, dtype) for _ in range(2)]
-    return Cache(*stored, *(jnp.zeros(shape[:-1]) for _ in range(2) if dtype == "int8"))
+    slots, num_positions = (config.num_layers, num_slots), whole_blocks(max_len)
+    stored = [jnp.zeros((*slots, num_positions, config.num_kv_heads, config.head_dim), dtype) for _ in range(2)]
+    scales = [jnp.zeros((*slots, config.num_kv_heads, num_positions)) for _ in range(2) if dtype == "int8"]
+    return Cache(*stored, *scales)
 
 
 def write(cache: Cache, index: jax.Array, place: Place, k_BNKh: jax.Array, v_BNKh: jax.Array) -> Cache:
@@ -141,14 +141,23 @@ def write(cache: Cache, index: jax.Array, place: Place, k_BNKh: jax.Array, v_BNK
     def put(stored: Leaf, new: jax.Array) -> jax.Array:
         return stored.at[index, slot_B1, at_BN].set(new, mode="drop")
 
-    if cache.k_scale_LSTK is None:
+    def put_scale(stored: Leaf | None, new_BNK: jax.Array) -> jax.Array:
+        """Into a layer's scales, and these back: a scatter into all would have TPUs turn them around at every layer."""
+        assert stored is not None
+        first = (index, place.slot, 0, 0)
+        scale_BKT = lax.dynamic_slice(stored, first, (1, len(at_BN), *stored.shape[2:]))[0]
+        batch_B1 = jnp.arange(len(at_BN))[:, None]
+        scale_BKT = scale_BKT.at[batch_B1, :, at_BN].set(new_BNK, mode="drop")
+        return lax.dynamic_update_slice(stored, scale_BKT[None], first)
+
+    if cache.k_scale_LSKT is None:
         return Cache(put(cache.k_LSTKh, k_BNKh), put(cache.v_LSTKh, v_BNKh))
     (k, k_scale), (v, v_scale) = quantize_vectors(k_BNKh), quantize_vectors(v_BNKh)
     return Cache(
         put(cache.k_LSTKh, k),
         put(cache.v_LSTKh, v),
-        put(cache.k_scale_LSTK, k_scale),
-        put(cache.v_scale_LSTK, v_scale),
+        put_scale(cache.k_scale_LSKT, k_scale),
+        put_scale(cache.v_scale_LSKT, v_scale),
     )
 
 
@@ -167,14 +176,11 @@ def copy_slot(cache: Cache, source: Leaf, target: Leaf, num_tokens: Leaf) -> Cac
     """
 
     def copy(block: jax.Array, cache: Cache) -> Cache:
-        def of(slot: Leaf, stored: jax.Array) -> tuple[Leaf, ...]:
-            return (0, slot, block * BLOCK, 0, 0)[: stored.ndim]
-
         def put(stored: jax.Array) -> jax.Array:
-            sizes = (stored.shape[0], 1, BLOCK, *stored.shape[3:])
-            return lax.dynamic_update_slice(
-                stored, lax.dynamic_slice(stored, of(source, stored), sizes), of(target, stored)
-            )
+            of_block = (block * BLOCK, 0, 0) if stored.ndim == 5 else (0, block * BLOCK)
+            sizes = (1, BLOCK, *stored.shape[3:]) if stored.ndim == 5 else (1, stored.shape[2], BLOCK)
+            found = lax.dynamic_slice(stored, (0, source, *of_block), (stored.shape[0], *sizes))
+            return lax.dynamic_update_slice(stored, found, (0, target, *of_block))
 
         return jax.tree.map(put, cache)
 

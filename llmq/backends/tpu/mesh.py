@@ -201,7 +201,7 @@ def cache_specs(cache: Cache) -> Cache:
     Returns:
         The same tree, of specs.
     """
-    return jax.tree.map(lambda _: P(None, DP, None, HEADS), cache)
+    return jax.tree.map(lambda part: P(None, DP, None, HEADS) if part.ndim == 5 else P(None, DP, HEADS), cache)
 
 
 def params_specs(params: Params, tp: int) -> Params:

@@ -289,16 +289,22 @@ def _attend(q_BNKRh: jax.Array, cache: Cache, index: jax.Array, place: Place, wi
     position_BN1 = place.position(place.row_BN)[:, :, None]
     last_B1 = jnp.max(place.row_BN, axis=1, keepdims=True)
 
+    def held(start: jax.Array) -> jax.Array:
+        """Which rows of a block were written, `[B, t]`: what was there before may not be finite, and 0 times that is not 0."""
+        return start + jnp.arange(BLOCK) <= last_B1
+
     def read(stored: Leaf, start: jax.Array) -> jax.Array:
-        sizes = (1, num_slots, BLOCK, num_kv_heads, head_dim)[: stored.ndim]
-        block = lax.dynamic_slice(stored, (index, place.slot, start, 0, 0)[: stored.ndim], sizes)[0]
-        # What a slot held before may not be finite, and 0 times that is not 0.
-        held_Bt = start + jnp.arange(BLOCK) <= last_B1
-        return jnp.where(jnp.expand_dims(held_Bt, range(2, block.ndim)), block, 0)
+        sizes = (1, num_slots, BLOCK, num_kv_heads, head_dim)
+        block_BtKh = lax.dynamic_slice(stored, (index, place.slot, start, 0, 0), sizes)[0]
+        return jnp.where(held(start)[:, :, None, None], block_BtKh, 0)
 
     def read_scale(stored: Leaf | None, start: jax.Array) -> jax.Array | float:
         """Scales as `[B, K, 1, 1, t]`: they multiply scores and probabilities."""
-        return 1.0 if stored is None else read(stored, start).swapaxes(1, 2)[:, :, None, None]
+        if stored is None:
+            return 1.0
+        sizes = (1, num_slots, num_kv_heads, BLOCK)
+        block_BKt = lax.dynamic_slice(stored, (index, place.slot, 0, start), sizes)[0]
+        return jnp.where(held(start)[:, None], block_BKt, 0)[:, :, None, None]
 
     def add_block(
         block: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]
@@ -312,12 +318,12 @@ def _attend(q_BNKRh: jax.Array, cache: Cache, index: jax.Array, place: Place, wi
             seen_BNt = jnp.broadcast_to(seen_t, (*place.row_BN.shape, BLOCK))
             visible_BNt &= position_BN1 - place.position(seen_BNt) < window
         scores_BKRNt = jnp.einsum("BNKRh,BtKh->BKRNt", q_BNKRh, k_BtKh, preferred_element_type=jnp.float32)
-        scores_BKRNt *= read_scale(cache.k_scale_LSTK, start)
+        scores_BKRNt *= read_scale(cache.k_scale_LSKT, start)
         scores_BKRNt = jnp.where(visible_BNt[:, None, None], scores_BKRNt, -jnp.inf)
         raised_BKRN = jnp.maximum(highest_BKRN, jnp.max(scores_BKRNt, axis=-1))
         shrink_BKRN = jnp.exp(highest_BKRN - raised_BKRN)
         weight_BKRNt = jnp.exp(scores_BKRNt - raised_BKRN[..., None])
-        scaled_BKRNt = (weight_BKRNt * read_scale(cache.v_scale_LSTK, start)).astype(v_BtKh.dtype)
+        scaled_BKRNt = (weight_BKRNt * read_scale(cache.v_scale_LSKT, start)).astype(v_BtKh.dtype)
         added_BKRNh = jnp.einsum("BKRNt,BtKh->BKRNh", scaled_BKRNt, v_BtKh, preferred_element_type=jnp.float32)
         total_BKRN = total_BKRN * shrink_BKRN + jnp.sum(weight_BKRNt, axis=-1)
         return raised_BKRN, total_BKRN, out_BKRNh * shrink_BKRN[..., None] + added_BKRNh
