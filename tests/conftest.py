@@ -14,6 +14,7 @@ SMOLLM2 = ROOT / ".models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 # What tests compile stays out of the user's own cache.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".pytest_cache" / "jax"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")  # as with the user's
 
 #: Evaluation texts, beside the checkout where there is one.
 DATA = ROOT.parent / "shared" / "data"
