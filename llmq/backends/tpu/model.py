@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.tree_util import register_dataclass
 
 from llmq.backends.tpu.cache import BLOCK, Cache, Place, write
@@ -304,6 +305,8 @@ def _attend(q_BNKRh: jax.Array, cache: Cache, index: jax.Array, place: Place, wi
             return 1.0
         sizes = (1, num_slots, num_kv_heads, BLOCK)
         block_BKt = lax.dynamic_slice(stored, (index, place.slot, 0, start), sizes)[0]
+        # The compiler for TPUs would lie heads beside each other, and turn all scales around for it.
+        block_BKt = with_layout_constraint(block_BKt, Layout((0, 1, 2)))
         return jnp.where(held(start)[:, None], block_BKt, 0)[:, :, None, None]
 
     def add_block(
