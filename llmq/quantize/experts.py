@@ -6,7 +6,8 @@ alike whatever weight the router gives the expert for it: the sums then stand fo
 Second moments of fewer tokens than a linear has input features are singular: codes could fit these tokens, and
 nothing else. An expert that fewer tokens chose is therefore shown as many as there are features: behind its own those
 of the others for which the router finds it likeliest, which it would get first if texts differed a little. One that no
-token chose sees only such.
+token chose sees only such. (On a small Mixtral that was trained for it, 8 experts of 128 and 256 features and 256 to
+4,096 tokens, neither weighted sums nor other choices of tokens changed the divergence by more than the seed does.)
 
 Nothing is kept of an expert but its codes, so that in memory there are the second moments of one.
 
