@@ -6,13 +6,14 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
 
-from tests.conformance.api import Api
-from tests.conformance.servers import REAL, ServerProcess, running
+from tests.conformance.api import FIXED, Api
+from tests.conformance.servers import REAL, ServerProcess, free_port, running
 from tests.tiny import byte_tokenizer_files, write_tiny
 
 ON_CPU = ("--backend", "cpu", "--max-num-seqs", 2, "--max-model-len", 128)
@@ -46,6 +47,26 @@ def refused(model: object, *options: object, variables: dict[str, str] | None = 
     assert done.returncode == 2, done.stderr
     assert done.stderr.count("\n") == 1, done.stderr
     return done.stderr
+
+
+@pytest.mark.slow
+def test_two_processes_answer_as_one(model: Path) -> None:
+    """Requests that overlap, so that steps of several slots and prompts that come between them are shared out."""
+    options = (model, "--backend", "cpu", "--dtype", "float32", "--max-num-seqs", 3, "--max-model-len", 128)
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2, "--master-port", free_port())
+    answers = []
+    for command in (REAL, (*launcher, "-m", "llmq", "serve", "--tp", 2)):
+        with running(*command, *options) as process, closing(Api(process.base_url)) as api:
+
+            def answer(size: int, api: Api = api) -> str:
+                return api.complete("ab " * size, max_tokens=30 - size, **FIXED)["choices"][0]["text"]
+
+            with ThreadPoolExecutor(5) as clients:
+                answers.append([*clients.map(answer, range(1, 11))])
+            process.signal(signal.SIGTERM)  # killed, the launcher would leave the others behind
+            assert process.wait(60) is not None
+    assert answers[0] == answers[1]
+    assert len(set(answers[0])) == 10
 
 
 @pytest.mark.slow

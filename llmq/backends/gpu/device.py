@@ -88,7 +88,7 @@ def probe() -> list[Probe]:
         rows.append(Probe("accelerator", fits, detail if fits else f"{detail}: tinygemm needs 8.0"))
     else:
         built = torch.version.cuda
-        detail = "no CUDA device found" if built else "this torch is a CPU build"
+        detail = f"{'no CUDA device found' if built else 'this torch is a CPU build'}; torch computes on the CPU"
         rows.append(Probe("accelerator", False, detail, "" if built else "pip install --force-reinstall torch"))
     for name in ("_weight_int4pack_mm_for_cpu", "_weight_int8pack_mm"):
         found = has_kernel(name)
