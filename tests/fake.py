@@ -98,6 +98,7 @@ class FakeModel:
         num_slots: Sequences held at once.
         max_len: Positions of each.
         chunk_size: See `Caps`.
+        chunks_per_run: See `Caps`.
         vocab_size: More than the tokenizer has.
         step_seconds: How long the device takes for a decoding step, and for a run of a prompt.
         fault: A method and the number of its call, from 0, that fails.
@@ -118,11 +119,12 @@ class FakeModel:
         num_slots: int = 4,
         max_len: int = 512,
         chunk_size: int = 16,
+        chunks_per_run: int = 1,
         vocab_size: int = 320,
         step_seconds: float = 0.0,
         fault: tuple[str, int] | None = None,
     ) -> None:
-        self.caps = Caps("fake", "float32", "float32", num_slots, max_len, chunk_size, vocab_size, ())
+        self.caps = Caps("fake", "float32", "float32", num_slots, max_len, chunk_size, vocab_size, (), chunks_per_run)
         self.calls: dict[str, int] = {}
         self.extended: list[tuple[int, int, int]] = []
         self.most_active = 0
@@ -164,12 +166,12 @@ class FakeModel:
         assert start + len(tokens) <= self.caps.max_len
         chunk = self.caps.chunk_size
         assert start % chunk == 0, "runs are cut at multiples of the chunk size"
-        assert len(tokens) <= chunk
+        assert len(tokens) <= chunk * (1 if want_logits else self.caps.chunks_per_run)
         self.extended.append((slot, start, len(tokens)))
-        row, by = state.rows[slot], "chunk" if len(tokens) == chunk else f"run from {start}"
+        row, whole = state.rows[slot], len(tokens) // chunk * chunk
         rows: list[np.ndarray] = []
         for i, token in enumerate(tokens.tolist()):
-            row.write(start + i, token, by)
+            row.write(start + i, token, "chunk" if i < whole else f"run from {start + whole}")
             if want_logits:
                 rows.append(logits_of(self._say(row.tokens, []), row.digests[-1], self.caps.vocab_size))
         self._take_time()

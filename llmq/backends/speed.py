@@ -117,14 +117,14 @@ def run_once(
     Returns:
         The new state; seconds until the first sequence's first token, until everyone's, and of all further steps.
     """
-    num_slots, chunk = model.caps.num_slots, model.caps.chunk_size
+    num_slots, longest = model.caps.num_slots, model.caps.chunk_size * model.caps.chunks_per_run
     uniform, slots = np.zeros(num_slots, np.float32), np.arange(num_slots)
     prompts = np.random.default_rng(0).integers(0, model.caps.vocab_size, (batch_size, prompt_len)).astype(np.int32)
     start = time.perf_counter()
     alone = 0.0
     for slot, prompt in enumerate(prompts):
-        for at in range(0, prompt_len - 1, chunk):
-            state, _ = model.extend(state, slot, prompt[at : min(at + chunk, prompt_len - 1)], at)
+        for at in range(0, prompt_len - 1, longest):
+            state, _ = model.extend(state, slot, prompt[at : min(at + longest, prompt_len - 1)], at)
         state = model.set_slot(state, slot, prompt, SlotSampling())
         state, handle = model.decode(state, slots == slot, uniform)
         model.fetch(handle)

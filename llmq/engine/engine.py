@@ -212,12 +212,14 @@ class Engine:
                 self._start(self._tasks[job.request.id])
 
     def _prefill(self) -> None:
-        """Send one run of a prompt."""
+        """Send one run of a prompt: of one chunk while answers wait for their next tokens, or where it needs logits."""
         job = self._scheduler.prefilling
         if job is None:
             return
         task, prompt, num_top = self._tasks[job.request.id], job.request.prompt, job.request.params.prompt_logprobs
-        start, end = self._scheduler.next_chunk()
+        caps = self._model.caps
+        is_short = bool(self._active) or num_top is not None
+        start, end = self._scheduler.next_run(1 if is_short else caps.chunks_per_run)
         self._state, logits = self._model.extend(
             self._state, job.slots[0], np.asarray(prompt[start:end], np.int32), start, want_logits=num_top is not None
         )

@@ -144,12 +144,19 @@ class Scheduler:
             self.prefilling = job
         return job
 
-    def next_chunk(self) -> tuple[int, int]:
-        """Where the next run of the `prefilling` request begins and ends."""
+    def next_run(self, num_chunks: int = 1) -> tuple[int, int]:
+        """The next run of the `prefilling` request.
+
+        Args:
+            num_chunks: How many it may hold.
+
+        Returns:
+            Where it begins and ends.
+        """
         job = self.prefilling
         assert job
         start = job.num_written
-        return start, min((start // self._chunk_size + 1) * self._chunk_size, job.num_to_write)
+        return start, min((start // self._chunk_size + num_chunks) * self._chunk_size, job.num_to_write)
 
     def wrote(self, end: int) -> None:
         """The run was sent.

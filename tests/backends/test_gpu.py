@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import torch
 
 from llmq.backends.base import ComputeType, ModelOptions, SlotSampling
 from llmq.backends.gpu.backend import GPUBackend
-from llmq.backends.gpu.rows import row_counts
+from llmq.backends.gpu.rows import chunks_per_run, row_counts
 from llmq.backends.gpu.threads import Threads, choose_threads
 from llmq.backends.registry import load_backend
 from llmq.checkpoint.loader import load_weights
@@ -75,7 +76,7 @@ class Kernels:
         self._kinds = kinds
 
     def row_functions(self):
-        def kernel(x: torch.Tensor, _is_run: bool) -> torch.Tensor:
+        def kernel(x: torch.Tensor, _chunk: int) -> torch.Tensor:
             kind = self._kinds.get(len(x), 9)
             return x + (torch.arange(len(x))[:, None] if kind is None else kind)
 
@@ -106,6 +107,49 @@ def test_float32_rows_are_padded_here(tmp_path: Path) -> None:
     weights = load_weights(str(write_tiny(tmp_path / "m", num_hidden_layers=1)))
     model = GPUBackend().open_model(weights, ModelOptions(device="cpu", dtype="float32", num_slots=4))
     assert row_counts(model._decoder, 4)[1] > 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kv_int8", [False, True])
+def test_several_chunks_at_once_give_the_bits_of_one_by_one(kv_int8: bool, dtype: ComputeType, tmp_path: Path) -> None:
+    """Also where what is left behind them is computed by another kernel than they are."""
+    plain = load_weights(str(write_tiny(tmp_path / "m", num_hidden_layers=3)))
+    weights = QuantizedWeights(plain, QuantizationConfig(scheme="int4_blockwise"))
+    options = ModelOptions(device="cpu", dtype=dtype, num_slots=1, max_len=600, kv_int8=kv_int8, num_threads=1)
+    model = GPUBackend().open_model(weights, options)
+    size, most = model.caps.chunk_size, model.caps.chunks_per_run
+    assert most > 1 or dtype == "float32"
+    text = np.random.default_rng(0).integers(0, 320, 600).astype(np.int32)
+    for num_tokens in (most * size, most * size - 1, most * size - size // 2, size + 1):
+        found, prompt = [], text[: num_tokens + 1]
+        for step in (size, most * size):
+            state = model.init_state()
+            for start in range(0, num_tokens, step):
+                state, _ = model.extend(state, 0, prompt[start : min(start + step, num_tokens)], start)
+            state = model.set_slot(state, 0, prompt, SlotSampling())
+            _, handle = model.decode(state, np.array([True]), np.zeros(1, np.float32), want_logprobs=True)
+            found.append(model.fetch(handle).top_logprobs)
+        np.testing.assert_array_equal(*found)
+
+
+class RowsByNumber:
+    """Stands for a decoder whose rows depend on how many there are."""
+
+    device, dtype, config = torch.device("cpu"), torch.bfloat16, SimpleNamespace(experts=None)
+
+    def __init__(self, unlike: int) -> None:
+        self._unlike = unlike
+
+    def row_functions(self):
+        return [(3, lambda x, _: x), (4, lambda x, _: x + (len(x) == self._unlike))]
+
+
+def test_chunks_are_written_at_once_only_where_that_changes_no_bit() -> None:
+    assert chunks_per_run(RowsByNumber(unlike=0), 16, 4) == 4
+    assert chunks_per_run(RowsByNumber(unlike=64), 16, 4) == 1
+    choosing = RowsByNumber(unlike=0)
+    choosing.config = SimpleNamespace(experts=object())
+    assert chunks_per_run(choosing, 16, 4) == 1
 
 
 def test_the_number_of_threads_changes_no_bit(tmp_path: Path) -> None:
@@ -140,9 +184,9 @@ class Waiting:
         self._adds, self._slow = adds, {False: slow_steps, True: slow_runs}
 
     def row_functions(self):
-        def function(x: torch.Tensor, is_run: bool) -> torch.Tensor:
+        def function(x: torch.Tensor, chunk: int) -> torch.Tensor:
             several = torch.get_num_threads() > 1
-            time.sleep(0.004 if several == self._slow[is_run] else 0.001)
+            time.sleep(0.004 if several == self._slow[chunk > 0] else 0.001)
             return x + self._adds * several
 
         return [(3, function), (4, function)]
@@ -159,7 +203,7 @@ class Waiting:
 )
 def test_the_faster_number_of_threads_wins_where_bits_are_equal(decoder: Waiting, expected: Threads) -> None:
     start = time.perf_counter()
-    assert choose_threads(decoder, [1, 1, 2, 4, 4], 16) == expected
+    assert choose_threads(decoder, [1, 1, 2, 4, 4], 8, 16) == expected
     assert time.perf_counter() - start < 2
     assert torch.get_num_threads() == 2
 

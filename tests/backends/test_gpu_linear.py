@@ -125,7 +125,7 @@ def test_codes_come_back_from_the_kernels_layout(symmetric: bool, group_size: in
     weight = codes(SCHEMES[name].model_copy(update={"symmetric": symmetric, "group_size": group_size}), 192, 1152)
     linear = make_linear(weight, None, CPU, torch.bfloat16)
     assert linear.dense_from <= 1152
-    weight_IO = linear(torch.eye(1152, dtype=torch.bfloat16), is_run=True)
+    weight_IO = linear(torch.eye(1152, dtype=torch.bfloat16), 1152)
     np.testing.assert_array_equal(weight_IO.T.float().numpy(), dequantize(weight, "bfloat16").astype(np.float32))
 
 
@@ -140,10 +140,10 @@ def test_both_sides_of_the_crossover(scheme: str, parted: bool, monkeypatch: pyt
     linear = make_linear(weight, bias, CPU, torch.bfloat16)
     least = DENSE_FROM[weight.num_bits]
     x = torch.randn(least, 384, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
-    as_step, as_run = linear(x), linear(x, is_run=True)
+    as_step, as_run = linear(x), linear(x, least)
     for y in (as_step, as_run):
         assert_accumulation_only(y.float().numpy(), x.float().numpy(), weight, bias, bfloat16=True)
-    assert torch.equal(linear(x[1:], is_run=True), as_step[1:])
+    assert torch.equal(linear(x[1:], least), as_step[1:])
     if weight.num_bits == 8 or tinygemm.can_unpack("cpu"):
         assert not torch.equal(as_step, as_run), "the kernels are told apart by their order of addition"
 
@@ -208,8 +208,8 @@ def sweep(num_features: tuple[int, ...], num_rows: tuple[int, ...], dtype: torch
                     linear = make_linear(weight, None, CPU, dtype)
                     for rows in num_rows:
                         x = torch.randn(rows, width, generator=torch.Generator().manual_seed(rows)).to(dtype)
-                        for is_run in (False, True):
-                            y = linear(x, is_run).float().numpy()
+                        for chunk in (0, rows):
+                            y = linear(x, chunk).float().numpy()
                             half = {"bfloat16": dtype is torch.bfloat16, "float16": dtype is torch.float16}
                             assert_accumulation_only(y, x.float().numpy(), weight, **half)
                     num_right += 1

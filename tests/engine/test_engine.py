@@ -204,6 +204,22 @@ class TestPrefixReuse:
         assert longer.prompt.cached_tokens == 24  # 24 to 30 were written as a shorter run: other bits
         assert longer.choices[0].text == text + " the lazy dog"
 
+    def test_several_chunks_are_written_at_once_while_nobody_waits_for_a_token(self) -> None:
+        model = FakeModel(chunk_size=8, chunks_per_run=3, num_slots=2)
+        engine = engine_of(model)
+        assert self.serve(engine, "a" * 37).prompt.cached_tokens == 0  # 38 tokens, of which 37 are written
+        assert [run[1:] for run in model.extended] == [(0, 24), (24, 13)]
+        assert self.serve(engine, "a" * 37).prompt.cached_tokens == 32
+        self.serve(engine, "b" * 20, prompt_logprobs=1)
+        assert [run[1:] for run in model.extended[2:]] == [(32, 5), (0, 8), (8, 8), (16, 4)]
+        talking, prompt = ask("c" * 8, max_tokens=30), ask("d" * 20)
+        submit(engine, talking)
+        engine.step()
+        submit(engine, prompt)
+        while engine.has_work:
+            engine.step()
+        assert [run[1:] for run in model.extended[6:]] == [(0, 8), (0, 8), (8, 8), (16, 4)]
+
     def test_never_the_last_token(self) -> None:
         engine = engine_of(FakeModel(chunk_size=8, num_slots=1))
         self.serve(engine, "x" * 16)  # 17 tokens, two full chunks

@@ -16,10 +16,10 @@ def job(prompt: list[int], arrived: float = 0.0, **params: int) -> Job:
     return Job(Request(tuple(prompt), SamplingParams(**params)), arrived)
 
 
-def prefill(scheduler: Scheduler, admitted: Job) -> list[tuple[int, int]]:
+def prefill(scheduler: Scheduler, admitted: Job, num_chunks: int = 1) -> list[tuple[int, int]]:
     runs = []
     while scheduler.prefilling is admitted:
-        runs.append(scheduler.next_chunk())
+        runs.append(scheduler.next_run(num_chunks))
         scheduler.wrote(runs[-1][1])
     scheduler.copied(admitted)
     return runs
@@ -46,10 +46,11 @@ def test_slots_are_never_shared_and_runs_cover_the_prompt(jobs: list, data: st.D
             assert len(new.slots) == new.num_slots
             assert new.num_cached % CHUNK == 0
             assert new.num_cached <= new.num_to_write
-            runs = prefill(scheduler, new)
+            num_chunks = data.draw(st.integers(1, 3))
+            runs = prefill(scheduler, new, num_chunks)
             starts, ends = [start for start, _ in runs], [end for _, end in runs]
             assert [new.num_cached, *ends] == [*starts, new.num_to_write] or new.num_cached == new.num_to_write
-            assert all(start % CHUNK == 0 and 0 < end - start <= CHUNK for start, end in runs)
+            assert all(start % CHUNK == 0 and 0 < end - start <= CHUNK * num_chunks for start, end in runs)
             held = [slot for each in live for slot in each.slots]
             assert len(held) == len(set(held)) == 3 - scheduler.num_free
         over = live.pop(data.draw(st.integers(0, len(live) - 1)))

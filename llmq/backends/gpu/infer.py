@@ -14,7 +14,7 @@ from llmq.backends.gpu.attention import Cache, RunPlace, StepPlace, send
 from llmq.backends.gpu.device import DTYPES, choose_device
 from llmq.backends.gpu.model import Decoder
 from llmq.backends.gpu.parallel import ShardedWeights, join_team
-from llmq.backends.gpu.rows import row_counts
+from llmq.backends.gpu.rows import chunks_per_run, row_counts
 from llmq.backends.gpu.threads import Threads, choose_threads, use
 from llmq.backends.sampling import (
     Rules,
@@ -29,8 +29,11 @@ from llmq.backends.sampling import (
 from llmq.checkpoint.loader import ModelWeights
 from llmq.errors import BackendError
 
-#: Tokens of a prompt written at once, by type of device.
+#: Tokens of a chunk of a prompt, by type of device.
 _CHUNK_SIZES = {"cpu": 128, "cuda": 256}
+
+#: Chunks written at once, where that changes no bit: weights are dequantized once for all of them.
+_CHUNKS_PER_RUN = {"cpu": 4, "cuda": 1}
 
 #: Rows of logits held at once while scoring: 50 MB for a vocabulary of 49,152.
 _HEAD_ROWS = 256
@@ -125,7 +128,11 @@ class TorchModel:
         if self.team:
             self._row_counts = self.team.tell(self._row_counts)
         self._num_bytes = self._decoder.num_bytes
-        self._threads = self._choose_threads(options) if self._device.type == "cpu" else None
+        chunk_size = _CHUNK_SIZES[self._device.type]
+        most = min(_CHUNKS_PER_RUN[self._device.type], -(-options.max_len // chunk_size))
+        num_chunks = 1 if self.team else chunks_per_run(self._decoder, chunk_size, most)
+        longest = min(num_chunks * chunk_size, options.max_len)
+        self._threads = self._choose_threads(options, chunk_size, longest) if self._device.type == "cpu" else None
         several = f"{self.team.size} x " if self.team else ""
         name = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "CPU"
         self.caps = Caps(
@@ -134,7 +141,8 @@ class TorchModel:
             kv_dtype="int8" if options.kv_int8 else dtype,
             num_slots=options.num_slots,
             max_len=options.max_len,
-            chunk_size=_CHUNK_SIZES[self._device.type],
+            chunk_size=chunk_size,
+            chunks_per_run=num_chunks,
             vocab_size=weights.config.vocab_size,
             kernels=(*self._decoder.kernels(), *([str(self._threads)] if self._threads else [])),
         )
@@ -152,7 +160,7 @@ class TorchModel:
         """See `base.InferenceModel.warmup`. Compiling is over when a model is open; here every kernel is called once."""
         for slot in range(self.caps.num_slots):
             state.cache.clear(slot, 0)
-        num_tokens = min(self.caps.chunk_size, self.caps.max_len)
+        num_tokens = min(self.caps.chunk_size * self.caps.chunks_per_run, self.caps.max_len)
         prompt = np.zeros(num_tokens, np.int32)
         state, _ = self.extend(state, 0, prompt, 0)
         rules = SlotSampling(temperature=1.0, top_k=1, top_p=0.5, min_p=0.5, presence_penalty=1.0, logit_bias={0: 1.0})
@@ -170,8 +178,12 @@ class TorchModel:
         """See `base.InferenceModel.extend`."""
         owner_M = np.zeros(len(tokens), np.int64)
         positions_M = start + np.arange(len(tokens))
-        x_MD = self._run(state, slot, tokens, start, positions_M, owner_M, owner_M)
-        return state, self._decoder.logits(x_MD, is_run=True).cpu().numpy() if want_logits else None
+        chunk = self.caps.chunk_size
+        run = self._run(state, slot, tokens, start, positions_M, owner_M, owner_M, chunk)
+        if not want_logits:
+            self._decoder.write(*run)
+            return state, None
+        return state, self._decoder.logits(self._decoder.forward(*run), chunk).cpu().numpy()
 
     @torch.inference_mode()
     def set_slot(self, state: State, slot: int, prompt: np.ndarray, sampling: SlotSampling) -> State:
@@ -242,11 +254,13 @@ class TorchModel:
         positions_M = np.concatenate([start + np.arange(n) for start, n in zip(starts, lengths, strict=True)])
         owner_M, parent_M = np.repeat(np.arange(len(runs)), lengths), np.repeat(parents, lengths)
         tokens = np.concatenate([run.tokens for run in runs])
-        x_MD = self._run(state, slot, tokens, shared, positions_M, owner_M, parent_M)
+        run = self._run(state, slot, tokens, shared, positions_M, owner_M, parent_M, len(tokens))
 
         wanted = [run.targets for run in runs if run.targets is not None]
         if not wanted:
+            self._decoder.write(*run)
             return state, [None] * len(runs)
+        x_MD = self._decoder.forward(*run)
         scored = np.flatnonzero(np.repeat([run.targets is not None for run in runs], lengths))
         rows = zip(
             x_MD[self._ids(scored)].split(_HEAD_ROWS), self._ids(np.concatenate(wanted)).split(_HEAD_ROWS), strict=True
@@ -277,8 +291,9 @@ class TorchModel:
         positions: np.ndarray,
         owner: np.ndarray,
         parent: np.ndarray,
-    ) -> Tensor:
-        """Run tokens of one slot; each sees the rows before `start`, its owner's and its parent's."""
+        chunk: int,
+    ) -> tuple[Tensor, Tensor, RunPlace]:
+        """What a decoder takes of tokens of one slot; each sees the rows before `start`, its owner's and its parent's."""
         if self._threads is not None:
             use(self._threads.run)
         self._cleanse(state, slot, start)
@@ -295,13 +310,17 @@ class TorchModel:
         least = np.minimum.accumulate(parent[::-1])[
             ::-1
         ]  # a family begins where nothing behind continues what is before
-        families = np.flatnonzero((np.diff(owner, prepend=-1) > 0) & (least == owner)) if start == 0 else [0]
-        parts = [slice(*edges) for edges in itertools.pairwise([*families, len(tokens)])]
-        place = RunPlace(state.cache, slot, start, visibles_MT, parts)
-        return self._decoder.forward(self._ids(tokens), positions_M, place)
+        begins = np.flatnonzero((np.diff(owner, prepend=-1) > 0) & (least == owner)) if start == 0 else [0]
+        size, parts = self.caps.chunk_size, []
+        for begin, end in itertools.pairwise([*begins, len(tokens)]):
+            edges = [begin, *range(begin + size - start % size, end, size), end]
+            first = 0 if start else begin
+            parts += [(slice(a, b), slice(first, start + b)) for a, b in itertools.pairwise(edges)]
+        place = RunPlace(state.cache, slot, start, visibles_MT, parts, chunk)
+        return self._ids(tokens), positions_M, place
 
     def _score(self, x_MD: Tensor, targets_M: Tensor) -> tuple[Tensor, Tensor]:
-        logits_MV = self._decoder.logits(x_MD, is_run=True)
+        logits_MV = self._decoder.logits(x_MD, len(x_MD))
         chosen_M = logits_MV.gather(1, targets_M[:, None])[:, 0]
         return chosen_M - logits_MV.logsumexp(dim=-1), logits_MV.argmax(dim=-1) == targets_M
 
@@ -343,11 +362,10 @@ class TorchModel:
         done.record()
         return arriving, done
 
-    def _choose_threads(self, options: ModelOptions) -> Threads:
+    def _choose_threads(self, options: ModelOptions, chunk_size: int, longest: int) -> Threads:
         if options.num_threads is not None or self.team:
             return Threads(*[options.num_threads or torch.get_num_threads()] * 3)
-        num_tokens = min(_CHUNK_SIZES["cpu"], options.max_len)
-        return choose_threads(self._decoder, self._row_counts, num_tokens)
+        return choose_threads(self._decoder, self._row_counts, chunk_size, longest)
 
     def _cleanse(self, state: State, slot: int, start: int) -> None:
         """Overwrite what is not finite: attention multiplies rows it does not see by 0, which keeps a NaN."""

@@ -76,24 +76,30 @@ class Linear:
     def __init__(self, bias: Tensor | None) -> None:
         self._bias = bias
 
-    def __call__(self, x_MI: Tensor, is_run: bool = False) -> Tensor:
+    def __call__(self, x_MI: Tensor, chunk: int = 0) -> Tensor:
         """Multiply.
 
         Args:
             x_MI: In the compute type, without gaps.
-            is_run: Whether the rows are a run of tokens: then their number may choose the kernel.
+            chunk: Of a run of tokens, the size of the chunks that it may be cut into, which must change no bit: what is
+                left behind the whole ones is multiplied apart, and may take another kernel. 0 for the rows of a step.
 
         Returns:
             `[M, O]` in the compute type.
         """
-        y_MO = self._many(x_MI) if is_run and len(x_MI) >= self.dense_from else self._matmul(x_MI)
+        parts = x_MI.tensor_split([len(x_MI) // chunk * chunk]) if chunk else (x_MI,)
+        parts = [part for part in parts if len(part)]
+        many = [part for part in parts if chunk and len(part) >= self.dense_from]
+        outs = [self._many(many)] if many else []
+        outs += [self._matmul(part) for part in parts[len(many) :]]  # behind the whole chunks there are fewer rows
+        y_MO = outs[0] if len(outs) == 1 else torch.cat(outs)
         return y_MO if self._bias is None else y_MO.add_(self._bias)
 
     def _matmul(self, x_MI: Tensor) -> Tensor:
         raise NotImplementedError
 
-    def _many(self, x_MI: Tensor) -> Tensor:
-        """What `_matmul` computes, faster where there are many rows."""
+    def _many(self, parts: Sequence[Tensor]) -> Tensor:
+        """What `_matmul` gives for each part, behind one another; faster where they have many rows."""
         raise NotImplementedError
 
     @property
@@ -122,6 +128,8 @@ class DenseLinear(Linear):
         kernel: Why it is dense.
     """
 
+    dense_from = 1
+
     def __init__(self, weight_OI: Tensor, bias: Tensor | None, kernel: str = "dense") -> None:
         super().__init__(bias)
         self._weight_OI = weight_OI
@@ -129,6 +137,11 @@ class DenseLinear(Linear):
 
     def _matmul(self, x_MI: Tensor) -> Tensor:
         return F.linear(x_MI, self._weight_OI)
+
+    def _many(self, parts: Sequence[Tensor]) -> Tensor:
+        y_MO = parts[0].new_empty(sum(map(len, parts)), len(self._weight_OI))
+        tinygemm.multiply_parts(parts, self._weight_OI.T, y_MO)
+        return y_MO
 
 
 class Int4Linear(Linear):
@@ -157,8 +170,8 @@ class Int4Linear(Linear):
     def _matmul(self, x_MI: Tensor) -> Tensor:
         return tinygemm.matmul(x_MI, self._packed, self._group_size, self._scale_zero_GO2)
 
-    def _many(self, x_MI: Tensor) -> Tensor:
-        return tinygemm.dense_matmul(x_MI, self._packed, self._group_size, self._scale_zero_GO2)
+    def _many(self, parts: Sequence[Tensor]) -> Tensor:
+        return tinygemm.dense_matmul(parts, self._packed, self._group_size, self._scale_zero_GO2)
 
 
 class Int8Linear(Linear):
@@ -182,13 +195,16 @@ class Int8Linear(Linear):
     def _matmul(self, x_MI: Tensor) -> Tensor:
         return torch.ops.aten._weight_int8pack_mm(x_MI, self._values_OI, self._scale_O)
 
-    def _many(self, x_MI: Tensor) -> Tensor:
+    def _many(self, parts: Sequence[Tensor]) -> Tensor:
         """Codes are exact in bfloat16, so the scale can wait for the product."""
-        step = max(1, tinygemm.PART // x_MI.shape[1])
-        y_MO = x_MI.new_empty(len(x_MI), len(self._values_OI))
-        parts = (self._values_OI.split(step), self._scale_O.split(step), y_MO.split(step, dim=1))
-        for part, scale_o, y_Mo in zip(*parts, strict=True):
-            torch.mul(F.linear(x_MI, part.to(x_MI.dtype)), scale_o, out=y_Mo)
+        sizes, (num_outputs, num_inputs) = [len(part) for part in parts], self._values_OI.shape
+        step = max(1, tinygemm.PART // num_inputs)
+        y_MO = parts[0].new_empty(sum(sizes), num_outputs)
+        cut = (self._values_OI.split(step), self._scale_O.split(step), y_MO.split(step, dim=1))
+        for values, scale, outs in zip(*cut, strict=True):
+            weight = values.to(y_MO.dtype)
+            for part, out in zip(parts, outs.split(sizes), strict=True):
+                torch.mul(F.linear(part, weight), scale, out=out)
         return y_MO
 
 
@@ -265,9 +281,9 @@ class SideBySide(Linear):
         super().__init__(None)
         self._linears = linears
 
-    def __call__(self, x_MI: Tensor, is_run: bool = False) -> Tensor:
+    def __call__(self, x_MI: Tensor, chunk: int = 0) -> Tensor:
         """See `Linear.__call__`."""
-        return torch.cat([linear(x_MI, is_run) for linear in self._linears], dim=-1)
+        return torch.cat([linear(x_MI, chunk) for linear in self._linears], dim=-1)
 
     @property
     def kernels(self) -> tuple[str, ...]:

@@ -29,19 +29,19 @@ class Expert:
         self.linears = (gate_up, down)
         self._activation = activation
 
-    def __call__(self, x_MD: Tensor, is_run: bool = False) -> Tensor:
+    def __call__(self, x_MD: Tensor, chunk: int = 0) -> Tensor:
         """Compute it.
 
         Args:
             x_MD: In the compute type.
-            is_run: See `Linear`.
+            chunk: See `Linear`.
 
         Returns:
             `[M, D]`.
         """
         gate_up, down = self.linears
-        gate, up = gate_up(x_MD, is_run).chunk(2, dim=-1)
-        return down(self._activation(gate) * up, is_run)
+        gate, up = gate_up(x_MD, chunk).chunk(2, dim=-1)
+        return down(self._activation(gate).mul_(up), chunk)
 
 
 class Mixture:
@@ -69,12 +69,12 @@ class Mixture:
         }
         return list(kinds.values())
 
-    def __call__(self, x_MD: Tensor, is_run: bool = False) -> Tensor:
+    def __call__(self, x_MD: Tensor, chunk: int = 0) -> Tensor:
         """Compute the chosen experts.
 
         Args:
             x_MD: In the compute type.
-            is_run: See `Linear`.
+            chunk: See `Linear`.
 
         Returns:
             `[M, D]`; the sum is one of float32, rounded once.
@@ -83,9 +83,9 @@ class Mixture:
         y_MD = torch.zeros_like(x_MD, dtype=torch.float32)
         for index in (weight_ME > 0).any(dim=0).nonzero().flatten().tolist():
             weight_M1, expert = weight_ME[:, index, None], self.experts[index]
-            if is_run:
+            if chunk:
                 rows = weight_M1[:, 0].nonzero().flatten()
-                y_MD.index_add_(0, rows, weight_M1[rows] * expert(x_MD[rows], is_run).float())
+                y_MD.index_add_(0, rows, weight_M1[rows] * expert(x_MD[rows], chunk).float())
             else:
                 y_MD += torch.where(weight_M1 > 0, weight_M1 * expert(x_MD).float(), 0.0)
         return y_MD.to(x_MD.dtype)

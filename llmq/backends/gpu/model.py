@@ -4,6 +4,7 @@ Shape letters: M tokens of this call, T positions, D hidden, H heads, K kv heads
 E = (H + 2K) * h, V vocabulary.
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -13,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llmq.backends.gpu.attention import Place
+from llmq.backends.gpu.attention import Place, RunPlace
 from llmq.backends.gpu.device import release_freed_memory
 from llmq.backends.gpu.linear import Linear, make_joined, make_linear, to_compute, to_tensor
 from llmq.backends.gpu.mixture import Expert, Mixture
@@ -38,8 +39,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu_tanh
 #: Cosine and sine of the positions of some tokens.
 Turn = tuple[Tensor, Tensor]
 
-#: A number of features, and a function of `[M, features]` and `Place.is_run`.
-RowFunction = tuple[int, Callable[[Tensor, bool], Tensor]]
+#: A number of features, and a function of `[M, features]` and `Place.chunk`.
+RowFunction = tuple[int, Callable[[Tensor, int], Tensor]]
 
 
 class Embedding:
@@ -204,11 +205,19 @@ class Decoder:
         Returns:
             `[M, D]` before the final norm.
         """
-        x_MD, turns = self.embed(tokens_M, positions_M)
-        for index, layer in enumerate(self.layers):
-            heads = self.open_layer(layer, x_MD, turns[index], place.is_run)
-            x_MD = self.close_layer(layer, x_MD, place.attend(index, *heads), place.is_run)
-        return x_MD
+        x_MD, heads = self._to_last(tokens_M, positions_M, place)
+        return self.close_layer(self.layers[-1], x_MD, place.attend(len(self.layers) - 1, *heads), place.chunk)
+
+    def write(self, tokens_M: Tensor, positions_M: Tensor, place: RunPlace) -> None:
+        """As `forward`, where nobody reads what comes out: of the last layer, only keys and values are computed.
+
+        Args:
+            tokens_M: Ids.
+            positions_M: Position of each token in its sequence.
+            place: Where each goes and what it sees.
+        """
+        _, (_, *new) = self._to_last(tokens_M, positions_M, place)
+        place.write(len(self.layers) - 1, *new)
 
     def embed(self, tokens_M: Tensor, positions_M: Tensor) -> tuple[Tensor, list[Turn]]:
         """What the first layer reads, and how each layer turns its heads.
@@ -226,47 +235,47 @@ class Decoder:
         turns = [(cos_Th[positions_M][:, None], sin_Th[positions_M][:, None]) for cos_Th, sin_Th in self._rotations]
         return x_MD, [turns[kind] for kind in self._attention]
 
-    def open_layer(self, layer: Layer, x_MD: Tensor, turn: Turn, is_run: bool = False) -> tuple[Tensor, ...]:
+    def open_layer(self, layer: Layer, x_MD: Tensor, turn: Turn, chunk: int = 0) -> tuple[Tensor, ...]:
         """A layer up to its attention.
 
         Args:
             layer: One of `layers`.
             x_MD: From `embed` or `close_layer`.
             turn: From `embed`.
-            is_run: See `Place`.
+            chunk: See `Place`.
 
         Returns:
             Queries `[M, H, h]`, keys and values `[M, K, h]`.
         """
-        qkv_ME = layer.qkv(rms_norm(x_MD, layer.input_norm, self.config.norm_eps), is_run)
+        qkv_ME = layer.qkv(rms_norm(x_MD, layer.input_norm, self.config.norm_eps), chunk)
         return self._heads(layer, qkv_ME, *turn)
 
-    def close_layer(self, layer: Layer, x_MD: Tensor, attended_MA: Tensor, is_run: bool = False) -> Tensor:
+    def close_layer(self, layer: Layer, x_MD: Tensor, attended_MA: Tensor, chunk: int = 0) -> Tensor:
         """A layer from its attention on.
 
         Args:
             layer: One of `layers`.
             x_MD: What the layer read.
             attended_MA: `[M, H * h]`.
-            is_run: See `Place`.
+            chunk: See `Place`.
 
         Returns:
             `[M, D]`.
         """
-        x_MD = x_MD + rms_norm(layer.o(attended_MA, is_run), layer.attended_norm, self.config.norm_eps)
-        return x_MD + self._mlp(layer, x_MD, is_run)
+        x_MD = x_MD + rms_norm(layer.o(attended_MA, chunk), layer.attended_norm, self.config.norm_eps)
+        return x_MD + self._mlp(layer, x_MD, chunk)
 
-    def logits(self, x_MD: Tensor, is_run: bool = False) -> Tensor:
+    def logits(self, x_MD: Tensor, chunk: int = 0) -> Tensor:
         """The head.
 
         Args:
             x_MD: From `forward`.
-            is_run: See `Place`.
+            chunk: See `Place`.
 
         Returns:
             float32 `[M, V]`.
         """
-        return self.head(rms_norm(x_MD, self.final_norm, self.config.norm_eps), is_run).float()
+        return self.head(rms_norm(x_MD, self.final_norm, self.config.norm_eps), chunk).float()
 
     def row_functions(self) -> list[RowFunction]:
         """What the model computes row by row: everything but attention; of like layers, one.
@@ -283,8 +292,17 @@ class Decoder:
             functions.append((self.config.num_heads * self.config.head_dim, layer.o))
         return functions
 
-    def _mlp(self, layer: Layer, x_MD: Tensor, is_run: bool = False) -> Tensor:
-        out_MD = layer.mlp(rms_norm(x_MD, layer.mlp_norm, self.config.norm_eps), is_run)
+    def _to_last(self, tokens_M: Tensor, positions_M: Tensor, place: Place) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """What the last layer reads, and its queries, keys and values."""
+        x_MD, turns = self.embed(tokens_M, positions_M)
+        heads = self.open_layer(self.layers[0], x_MD, turns[0], place.chunk)
+        for index, (closed, opened) in enumerate(itertools.pairwise(self.layers)):
+            x_MD = self.close_layer(closed, x_MD, place.attend(index, *heads), place.chunk)
+            heads = self.open_layer(opened, x_MD, turns[index + 1], place.chunk)
+        return x_MD, heads
+
+    def _mlp(self, layer: Layer, x_MD: Tensor, chunk: int = 0) -> Tensor:
+        out_MD = layer.mlp(rms_norm(x_MD, layer.mlp_norm, self.config.norm_eps), chunk)
         return rms_norm(out_MD, layer.out_norm, self.config.norm_eps)
 
     def _heads(self, layer: Layer, qkv_ME: Tensor, cos_Mh: Tensor, sin_Mh: Tensor) -> tuple[Tensor, ...]:

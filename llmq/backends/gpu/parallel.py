@@ -230,9 +230,9 @@ class SummedLinear(Linear):
         super().__init__(None)
         self._part, self._team = part, team
 
-    def __call__(self, x_MI: Tensor, is_run: bool = False) -> Tensor:
+    def __call__(self, x_MI: Tensor, chunk: int = 0) -> Tensor:
         """See `Linear.__call__`."""
-        return self._team.total(self._part(x_MI, is_run))
+        return self._team.total(self._part(x_MI, chunk))
 
     @property
     def kernels(self) -> tuple[str, ...]:
@@ -248,9 +248,9 @@ class SummedLinear(Linear):
 class GatheredLinear(SummedLinear):
     """A linear split along its outputs, which every process needs whole."""
 
-    def __call__(self, x_MI: Tensor, is_run: bool = False) -> Tensor:
+    def __call__(self, x_MI: Tensor, chunk: int = 0) -> Tensor:
         """See `Linear.__call__`."""
-        return self._team.gather(self._part(x_MI, is_run))
+        return self._team.gather(self._part(x_MI, chunk))
 
 
 class LeadingModel:

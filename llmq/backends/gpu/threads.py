@@ -39,13 +39,14 @@ class Threads:
 
 
 @torch.inference_mode()
-def choose_threads(decoder: Decoder, row_counts: Sequence[int], num_tokens: int) -> Threads:
+def choose_threads(decoder: Decoder, row_counts: Sequence[int], chunk: int, longest: int) -> Threads:
     """Measure, on one of each kind of layer and the head.
 
     Args:
         decoder: The model.
         row_counts: Rows computed for every number of active slots, from 0 on.
-        num_tokens: Of a run.
+        chunk: Tokens of a chunk.
+        longest: Tokens of the longest run.
 
     Returns:
         The fastest numbers, at most the current one, which is left as it is. In float32 always the
@@ -55,12 +56,13 @@ def choose_threads(decoder: Decoder, row_counts: Sequence[int], num_tokens: int)
     if decoder.dtype is torch.float32 or most == 1:
         return Threads(most, most, most)
     head, *layers = decoder.row_functions()
-    steps = {count: partial(_rows, decoder, [head, *layers], count, False) for count in row_counts[1:]}
-    run = partial(_rows, decoder, layers, num_tokens, True)
+    steps = {count: partial(_rows, decoder, [head, *layers], count, 0) for count in row_counts[1:]}
+    run = partial(_rows, decoder, layers, longest, chunk)
     try:
         for_steps = _agreeing(list(steps.values()), most)
         one, more = (_fastest(steps[count], for_steps) for count in (row_counts[1], row_counts[-1]))
-        return Threads(one, more, _fastest(run, _agreeing([run], most)))
+        shorter = partial(_rows, decoder, layers, min(chunk, longest), chunk)
+        return Threads(one, more, _fastest(run, _agreeing([shorter, run], most)))
     finally:
         use(most)
 
@@ -75,10 +77,10 @@ def use(num_threads: int) -> None:
         torch.set_num_threads(num_threads)
 
 
-def _rows(decoder: Decoder, functions: Sequence[RowFunction], count: int, is_run: bool) -> list[Tensor]:
+def _rows(decoder: Decoder, functions: Sequence[RowFunction], count: int, chunk: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     return [
-        function(torch.randn(count, width, generator=generator).to(decoder.dtype), is_run)
+        function(torch.randn(count, width, generator=generator).to(decoder.dtype), chunk)
         for width, function in functions
     ]
 

@@ -10,6 +10,7 @@ Source: pytorch ``aten/src/ATen/native/native_functions.yaml``, ``_weight_int4pa
 ``_weight_int4pack_mm_for_cpu``.
 """
 
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -23,7 +24,10 @@ GROUP_SIZES = (256, 128, 64, 32)
 BLOCK = 64
 
 #: Weights dequantized at once for a dense product: what is made of them stays in the cache.
-PART = 1 << 19
+PART = 1 << 20
+
+#: The low nibbles of eight bytes.
+_LOW = 0x0F0F0F0F0F0F0F0F
 
 #: Tiles of 16 input features that a CUDA thread block takes at once, best first.
 _INNER_K_TILES = (8, 4, 2)
@@ -118,50 +122,61 @@ def can_unpack(device_type: str) -> bool:
     values_OI = torch.arange(2 * BLOCK * 32).mul_(7919).bitwise_right_shift_(3).remainder_(16).sub_(8).to(torch.int8)
     values_OI = values_OI.view(2 * BLOCK, 32)
     packed = prepack(values_OI, torch.device("cpu"))
-    return torch.equal(_unpack(packed.view(-1, 32, BLOCK // 2)).mT.reshape_as(values_OI), values_OI)
+    return torch.equal(_unpack(packed, 32), values_OI.T)
 
 
-def dense_matmul(x_MI: Tensor, packed: Tensor, group_size: int, scale_zero_GO2: Tensor) -> Tensor:
+def dense_matmul(parts: Sequence[Tensor], packed: Tensor, group_size: int, scale_zero_GO2: Tensor) -> Tensor:
     """What `matmul` computes, through a dense weight a part at a time: for many rows. Where `can_unpack`.
 
     Args:
-        x_MI: bfloat16 activations.
+        parts: bfloat16 activations `[m, I]`, each multiplied apart.
         packed: From `prepack`, of a multiple of 64 outputs.
         group_size: As for `matmul`.
         scale_zero_GO2: As for `matmul`.
 
     Returns:
-        bfloat16 `[M, O]`.
+        bfloat16 `[M, O]`, M rows of all parts.
     """
-    num_outputs, num_inputs = scale_zero_GO2.shape[1], x_MI.shape[1]
-    step = max(1, PART // (num_inputs * BLOCK)) * BLOCK
-    parts = zip(packed.split(step), scale_zero_GO2.split(step, dim=1), strict=True)
-    y_MO = x_MI.new_empty(len(x_MI), num_outputs)
-    for (part, scale_zero_Go2), y_Mo in zip(parts, y_MO.split(step, dim=1), strict=True):
-        y_Mo.copy_(x_MI @ dequantize(part, group_size, scale_zero_Go2))
+    step = max(1, PART // (parts[0].shape[1] * BLOCK)) * BLOCK
+    y_MO = parts[0].new_empty(sum(map(len, parts)), scale_zero_GO2.shape[1])
+    cut = (packed.split(step), scale_zero_GO2.split(step, dim=1), y_MO.split(step, dim=1))
+    for packed_o, scale_zero_Go2, y_Mo in zip(*cut, strict=True):
+        multiply_parts(parts, dequantize(packed_o, group_size, scale_zero_Go2), y_Mo)
     return y_MO
+
+
+def multiply_parts(parts: Sequence[Tensor], weight_IO: Tensor, y_MO: Tensor) -> None:
+    """Multiply each part by a dense weight.
+
+    Args:
+        parts: Activations `[m, I]`.
+        weight_IO: Of their type.
+        y_MO: Takes the products, behind one another.
+    """
+    for part, out in zip(parts, y_MO.split([len(part) for part in parts]), strict=True):
+        torch.mm(part, weight_IO, out=out)
 
 
 def dequantize(packed: Tensor, group_size: int, scale_zero_GO2: Tensor) -> Tensor:
     """The weight, in float32 rounded once: what `llmq.quant.dequantize` gives. Where `can_unpack`.
 
     Args:
-        packed: As for `dense_matmul`: N blocks of b = 64 outputs.
+        packed: As for `dense_matmul`: N blocks of 64 outputs.
         group_size: As for `matmul`, g.
         scale_zero_GO2: As for `matmul`.
 
     Returns:
         bfloat16 `[I, O]`.
     """
-    num_groups, num_outputs, _ = scale_zero_GO2.shape
-    values_NGgb = _unpack(packed.view(-1, num_groups, group_size, BLOCK // 2)).bfloat16()
-    parts = (part.view(num_groups, -1, 1, BLOCK) for part in scale_zero_GO2.unbind(-1))
-    scale_NG1b, zero_NG1b = (part.transpose(0, 1).contiguous() for part in parts)
-    weight_GgNb = values_NGgb.new_empty(values_NGgb.permute(1, 2, 0, 3).shape)
-    torch.addcmul(zero_NG1b, values_NGgb, scale_NG1b, out=weight_GgNb.permute(2, 0, 1, 3))  # in float32, rounded once
-    return weight_GgNb.view(-1, num_outputs)
+    num_inputs = len(scale_zero_GO2) * group_size
+    values_GgO = _unpack(packed, num_inputs).bfloat16().unflatten(0, (-1, group_size))
+    scale_G1O, zero_G1O = (part.contiguous()[:, None] for part in scale_zero_GO2.unbind(-1))
+    torch.addcmul(zero_G1O, values_GgO, scale_G1O, out=values_GgO)  # in float32, rounded once
+    return values_GgO.flatten(0, 1)
 
 
-def _unpack(bytes_h: Tensor) -> Tensor:
-    """Signed codes `[..., b]`: the low nibbles are the first half of a block's outputs."""
-    return torch.cat([bytes_h & 15, bytes_h >> 4], dim=-1).view(torch.int8).sub_(8)
+def _unpack(packed: Tensor, num_inputs: int) -> Tensor:
+    """Signed codes `[I, O]`: the low nibbles are the first half of a block's outputs. Taken eight bytes, w, at a time."""
+    bytes_INw = packed.view(-1, num_inputs, BLOCK // 2).view(torch.int64).transpose(0, 1).contiguous()
+    codes_IN2w = torch.stack([bytes_INw & _LOW, (bytes_INw >> 4) & _LOW], dim=2)
+    return codes_IN2w.view(torch.int8).view(num_inputs, -1).sub_(8)
