@@ -18,6 +18,7 @@ from llmq.checkpoint.loader import ModelWeights, load_weights
 from llmq.checkpoint.record import read_record
 from llmq.config import SCHEMES, QuantizationConfig
 from llmq.convert import plan_conversion
+from llmq.errors import CheckpointError
 from llmq.model.config import ModelConfig
 from llmq.model.names import MLP_STAGE, STAGES, Kind, as_mlp, expert_names, layer_prefix
 from llmq.quant import dequantize, quantize
@@ -424,6 +425,23 @@ def test_experts_of_few_tokens_are_told(text: Path, tmp_path: Path) -> None:
     norm = "model.layers.0.post_attention_layernorm.weight"
     for name in (norm, "model.layers.0.block_sparse_moe.gate.weight"):
         np.testing.assert_array_equal(before[name], after[name])
+
+
+@pytest.mark.parametrize("algorithm", ["gptq", "awq"])
+@pytest.mark.parametrize("linear", ["w1", "w3", "w2"])
+def test_damaged_weights_of_an_expert_are_refused_by_name(
+    text: Path, tmp_path: Path, algorithm: str, linear: str
+) -> None:
+    config = tiny_config(num_hidden_layers=1, **MIXTRAL | NARROW)
+    tensors = random_tensors(config)
+    name = f"model.layers.0.block_sparse_moe.experts.2.{linear}.weight"
+    tensors[name][3, 4] = np.nan
+    source = write_checkpoint(tmp_path / "source", config, tensors)
+    for file, contents in byte_tokenizer_files().items():
+        (source / file).write_bytes(contents)
+    with pytest.raises(CheckpointError, match=rf"^{name}: holds NaN, infinity"):
+        quantized(source, tmp_path / "out", options(text, algorithm=algorithm, num_samples=2), CONFIG)
+    assert not (tmp_path / "out").exists()
 
 
 class OneStage(ModelWeights):
