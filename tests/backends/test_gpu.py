@@ -178,10 +178,11 @@ def test_the_number_of_threads_changes_no_bit(tmp_path: Path) -> None:
 class Waiting:
     """Stands for a decoder that is slower, or computes something else, with more threads than one."""
 
-    dtype = torch.bfloat16
+    dtype, layers, unlike = torch.bfloat16, [None] * 30, [None]
 
-    def __init__(self, adds: float, slow_steps: bool, slow_runs: bool) -> None:
+    def __init__(self, adds: float, slow_steps: bool, slow_runs: bool, slow_head: bool | None = None) -> None:
         self._adds, self._slow = adds, {False: slow_steps, True: slow_runs}
+        self._slow_head = slow_head
 
     def row_functions(self):
         def function(x: torch.Tensor, chunk: int) -> torch.Tensor:
@@ -189,7 +190,13 @@ class Waiting:
             time.sleep(0.004 if several == self._slow[chunk > 0] else 0.001)
             return x + self._adds * several
 
-        return [(3, function), (4, function)]
+        def head(x: torch.Tensor, chunk: int) -> torch.Tensor:
+            if self._slow_head is None:
+                return function(x, chunk)
+            time.sleep(0.02 if (torch.get_num_threads() > 1) == self._slow_head else 0.001)
+            return x
+
+        return [(3, head), (4, function)]
 
 
 @pytest.mark.usefixtures("two_threads")
@@ -199,6 +206,7 @@ class Waiting:
         (Waiting(0.0, slow_steps=True, slow_runs=False), Threads(1, 1, 2)),
         (Waiting(0.0, slow_steps=False, slow_runs=True), Threads(2, 2, 1)),
         (Waiting(1.0, slow_steps=True, slow_runs=True), Threads(2, 2, 2)),
+        (Waiting(0.0, slow_steps=True, slow_runs=True, slow_head=False), Threads(1, 1, 1)),  # 30 layers, one head
     ],
 )
 def test_the_faster_number_of_threads_wins_where_bits_are_equal(decoder: Waiting, expected: Threads) -> None:

@@ -158,14 +158,6 @@ def _attend_int8(q_BKMh: Tensor, stored: tuple[Tensor, ...], mask: Tensor, scale
     return probs_BKMT.to(dtype) @ v_BKTh.to(dtype)
 
 
-def _attend_products(q_BKMh: Tensor, stored: tuple[Tensor, ...], mask: Tensor, scale: float | None = None) -> Tensor:
-    """As `attend`, in products of matrices: on a CPU they are faster than torch's kernel for many queries of one slot."""
-    q_KMh, k_KTh, v_KTh = (part[0] for part in (q_BKMh, *stored))
-    factor = q_KMh.shape[-1] ** -0.5 if scale is None else scale
-    scores_KMT = torch.baddbmm(mask, q_KMh.float(), k_KTh.float().mT, alpha=factor)
-    return torch.bmm(scores_KMT.softmax(dim=-1).to(q_KMh.dtype), v_KTh)[None]
-
-
 class Place(Protocol):
     """Where the tokens of a call go, and what each sees.
 
@@ -214,9 +206,7 @@ class RunPlace:
     ) -> None:
         self.chunk = chunk
         self._cache, end = cache, visibles_MT[0].shape[1]
-        self._rows = cache.rows(np.array([slot]), np.arange(start, end))
-        in_products = cache.device.type == "cpu" and not cache.scales
-        self._attend, dtype = (_attend_products, torch.float32) if in_products else (attend, cache.compute_dtype)
+        self._rows, dtype = cache.rows(np.array([slot]), np.arange(start, end)), cache.compute_dtype
         self._parts = [
             (
                 tokens,
@@ -243,7 +233,7 @@ class RunPlace:
         for tokens, stored, masks in self._parts:
             q_HMh = q_MHh[tokens].transpose(0, 1)
             q_KMh = q_HMh.reshape(k_MKh.shape[1], -1, q_HMh.shape[-1])  # the R heads of a key in turn
-            out_KMh = self._attend(q_KMh[None], stored[layer], masks[kind], scale)[0]
+            out_KMh = attend(q_KMh[None], stored[layer], masks[kind], scale)[0]
             outs.append(out_KMh.reshape(q_HMh.shape).transpose(0, 1).flatten(1))
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 

@@ -188,6 +188,12 @@ class Decoder:
         linears = [*(linear for layer in self.layers for linear in layer.linears), self.head]
         return self.embedding.num_bytes + sum(linear.num_bytes for linear in linears)
 
+    @property
+    def unlike(self) -> list[Layer]:
+        """One of each kind of layer."""
+        kinds = {tuple((linear.kernels, linear.num_bytes) for linear in layer.linears): layer for layer in self.layers}
+        return list(kinds.values())
+
     def kernels(self) -> tuple[str, ...]:
         """How many linears, head included, run on which kernel; those on one kernel together count once."""
         linears = [*(linear for layer in self.layers for linear in layer.linears), self.head]
@@ -283,9 +289,8 @@ class Decoder:
         Returns:
             The head, then the others.
         """
-        like = {tuple((linear.kernels, linear.num_bytes) for linear in layer.linears): layer for layer in self.layers}
         functions: list[RowFunction] = [(self.config.hidden_size, self.logits)]
-        for layer in like.values():
+        for layer in self.unlike:
             functions += [(self.config.hidden_size, f) for f in (layer.qkv, partial(self._mlp, layer))]
             if isinstance(layer.mlp, Mixture):  # rows that are equal choose few of them
                 functions += [(self.config.hidden_size, expert) for expert in layer.mlp.unlike]

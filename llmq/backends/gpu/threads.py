@@ -57,12 +57,17 @@ def choose_threads(decoder: Decoder, row_counts: Sequence[int], chunk: int, long
         return Threads(most, most, most)
     head, *layers = decoder.row_functions()
     steps = {count: partial(_rows, decoder, [head, *layers], count, 0) for count in row_counts[1:]}
+    num_alike = len(decoder.layers) / len(decoder.unlike)
     run = partial(_rows, decoder, layers, longest, chunk)
+
+    def parts(count: int) -> list[tuple[float, Call]]:
+        return [(1, partial(_rows, decoder, [head], count, 0)), (num_alike, partial(_rows, decoder, layers, count, 0))]
+
     try:
         for_steps = _agreeing(list(steps.values()), most)
-        one, more = (_fastest(steps[count], for_steps) for count in (row_counts[1], row_counts[-1]))
+        one, more = (_fastest(parts(count), for_steps) for count in (row_counts[1], row_counts[-1]))
         shorter = partial(_rows, decoder, layers, min(chunk, longest), chunk)
-        return Threads(one, more, _fastest(run, _agreeing([shorter, run], most)))
+        return Threads(one, more, _fastest([(1, run)], _agreeing([shorter, run], most)))
     finally:
         use(most)
 
@@ -92,18 +97,23 @@ def _agreeing(calls: Sequence[Call], most: int) -> list[int]:
     return [n for n in fewer if all(map(torch.equal, _with_threads(n, calls), expected))] + [most]
 
 
-def _fastest(call: Call, candidates: Sequence[int]) -> int:
-    """The number of threads with the shortest call."""
+def _fastest(parts: Sequence[tuple[float, Call]], candidates: Sequence[int]) -> int:
+    """The number of threads with the shortest sum of calls, each as often as stands before it."""
     if len(candidates) == 1:
         return candidates[0]
     seconds: dict[int, list[float]] = {n: [] for n in candidates}
     start = time.perf_counter()
     while time.perf_counter() - start < _BUDGET:
         for n, measured in seconds.items():
-            before = time.perf_counter()
-            _with_threads(n, [call])
-            measured.append(time.perf_counter() - before)
+            use(n)
+            measured.append(sum(times * _seconds(call) for times, call in parts))
     return min(candidates, key=lambda n: statistics.median(seconds[n]))
+
+
+def _seconds(call: Call) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
 
 
 def _with_threads(num_threads: int, calls: Sequence[Call]) -> list[Tensor]:
