@@ -82,6 +82,7 @@ class ModelOptions:
         num_threads: Threads that compute, where the framework can be told; None lets the model choose.
         dp: Groups of devices, each with slots of its own.
         tp: Devices of a group, which compute each layer together.
+        sp: Devices of these that at least share the positions of every slot, for long contexts.
         compile: Compile the decode step, where the framework need not.
         kernel: Of linears with codes; None takes what the device is known to be fast with.
     """
@@ -94,6 +95,7 @@ class ModelOptions:
     num_threads: int | None = None
     dp: int = 1
     tp: int = 1
+    sp: int = 1
     compile: bool = False
     kernel: KernelName | None = None
 

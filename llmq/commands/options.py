@@ -120,7 +120,8 @@ Mesh = Annotated[
     str | None,
     typer.Option(
         "--mesh",
-        help="Layout of several devices: dp groups of slots, each of tp devices, as tp=4,dp=2. Default: one device.",
+        help="Layout of several devices: dp groups of slots, each of tp devices, of which sp share the positions of "
+        "long contexts, as tp=4,dp=2. Default: one device.",
         show_default=False,
     ),
 ]
@@ -157,18 +158,18 @@ def read_mesh(mesh: str | None, tp: int | None) -> dict[str, int]:
         tp: As in ``--tp``.
 
     Returns:
-        Fields `dp` and `tp` of `llmq.backends.base.ModelOptions`.
+        Fields `dp`, `tp` and `sp` of `llmq.backends.base.ModelOptions`.
 
     Raises:
         ConfigError: It names another axis, or one twice, or a size that is none.
     """
     parts = [part.strip() for part in (mesh or "").split(",") if part.strip()] + [f"tp={tp}"] * (tp is not None)
     sizes = {axis: size for axis, _, size in (part.partition("=") for part in parts)}
-    if len(sizes) < len(parts) or not sizes.keys() <= {"dp", "tp"} or not all(map(_is_count, sizes.values())):
+    if len(sizes) < len(parts) or not sizes.keys() <= {"dp", "tp", "sp"} or not all(map(_is_count, sizes.values())):
         raise ConfigError(
-            f"mesh={','.join(parts)!r}: must name dp and tp at most once each, with sizes from 1 on, as in tp=4,dp=2."
+            f"mesh={','.join(parts)!r}: must name dp, tp and sp at most once each, with sizes from 1 on, as in tp=4,dp=2."
         )
-    return {"dp": 1, "tp": 1} | {axis: int(size) for axis, size in sizes.items()}
+    return {"dp": 1, "tp": 1, "sp": 1} | {axis: int(size) for axis, size in sizes.items()}
 
 
 def _is_count(text: str) -> bool:

@@ -138,12 +138,26 @@ def roofline(
         chip=chip,
         weight_bytes=sum(read.values()) - expert_bytes,
         matrix_ops=2 * multiplied / tp,
-        cache_bytes=token_bytes / min(tp, config.num_kv_heads),
+        cache_bytes=token_bytes / cache_parts(chip, config, tp),
         attention_ops=4 * config.num_layers * config.num_heads * config.head_dim / tp,
         num_replicas=num_replicas,
         expert_bytes=expert_bytes,
         chosen=chosen,
     )
+
+
+def cache_parts(chip: Chip, config: ModelConfig, tp: int) -> int:
+    """How many chips share a slot's keys and values.
+
+    Args:
+        chip: Of a TPU, those that share a head share its positions; others hold each head whole.
+        config: The model.
+        tp: Chips that compute a layer together.
+
+    Returns:
+        A count.
+    """
+    return tp if chip.is_tpu else min(tp, config.num_kv_heads)
 
 
 def last_batch_that_pays(narrow: Roofline, wide: Roofline, context: float) -> int:

@@ -17,7 +17,7 @@ from llmq.model.config import ModelConfig
 from llmq.model.shards import check_tp
 from llmq.plan.chips import Target
 from llmq.plan.memory import BYTES_PER_LOGIT, RESERVE, Room, bytes_per_token
-from llmq.plan.roofline import Roofline, device_bytes, last_batch_that_pays, roofline
+from llmq.plan.roofline import Roofline, cache_parts, device_bytes, last_batch_that_pays, roofline
 from llmq.plan.subject import Subject, read_subject
 from llmq.quant.rows import PIECE_ELEMENTS
 
@@ -275,7 +275,7 @@ def _fit(
     weights = _num_bytes(variant.rows, config, tp)
     room = Room(
         num_bytes=int(target.chip.memory * (1 - RESERVE)) - weights,
-        token_bytes=math.ceil(token_bytes / min(tp, config.num_kv_heads)),
+        token_bytes=math.ceil(token_bytes / cache_parts(target.chip, config, tp)),
         sequence_bytes=config.vocab_size * BYTES_PER_LOGIT,
         max_positions=config.max_positions,
     )

@@ -58,6 +58,7 @@ def plan_capacity(
     default_slots: int,
     dp: int = 1,
     tp: int = 1,
+    cache_parts: int = 1,
 ) -> Capacity:
     """Choose slots and context, or refuse what cannot fit.
 
@@ -70,7 +71,8 @@ def plan_capacity(
         max_len: As asked for; None chooses.
         default_slots: Wanted when nothing is asked for.
         dp: Groups of devices, which share the slots.
-        tp: Devices of a group, which share weights and key/value heads.
+        tp: Devices of a group, which share weights.
+        cache_parts: How many of them share a slot's keys and values.
 
     Returns:
         The plan.
@@ -84,7 +86,7 @@ def plan_capacity(
         raise ConfigError(f"max_num_seqs={num_slots}: must be at least 1.")
     if max_len is not None and not 0 < max_len <= context:
         raise ConfigError(f"max_model_len={max_len}: must be positive and at most the model's context, {context}.")
-    each = math.ceil(bytes_per_token(config, "int8" if kv_int8 else dtype) / (1 if config.num_kv_heads % tp else tp))
+    each = math.ceil(bytes_per_token(config, "int8" if kv_int8 else dtype) / cache_parts)
     slot_bytes = config.vocab_size * BYTES_PER_LOGIT
     taken = math.ceil(weight_bytes(weights, dtype) / tp)
     room = Room(int(memory.free * (1 - RESERVE)) - taken, each, slot_bytes, context)

@@ -42,7 +42,7 @@ class ServeOptions(Frozen):
     Attributes:
         backend, device, dtype, threads: Where to run, and with how many threads of a CPU; None measures.
         compile: Compile the decode step; torch only.
-        dp, tp: Groups of devices that have slots of their own, and devices of each.
+        dp, tp, sp: Groups of devices that have slots of their own, devices of each, and those of them that share positions.
         host, port: Where to listen.
         max_model_len, max_num_seqs: Size of the cache; None takes what fits.
         kv_cache_dtype: ``int8`` quantizes keys and values.
@@ -65,6 +65,7 @@ class ServeOptions(Frozen):
     compile: bool = False
     dp: Annotated[int, Field(ge=1)] = 1
     tp: Annotated[int, Field(ge=1)] = 1
+    sp: Annotated[int, Field(ge=1)] = 1
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, lt=65536)] = 8000
     max_model_len: int | None = None
@@ -127,6 +128,7 @@ def run(
             compile=options.compile,
             dp=options.dp,
             tp=options.tp,
+            sp=options.sp,
             kernel=options.kernel,
         ),
     )
@@ -223,6 +225,7 @@ def _capacity(weights: ModelWeights, plugin: Backend, device: str | None, option
         default_slots=-(-_DEFAULT_SLOTS[0 if accelerated else 1] // options.dp) * options.dp,
         dp=options.dp,
         tp=options.tp,
+        cache_parts=options.tp if plugin.name == "tpu" else min(options.tp, weights.config.num_kv_heads),
     )
 
 

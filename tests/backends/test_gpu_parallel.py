@@ -62,7 +62,7 @@ def test_what_cannot_be_shared_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
         sharded(weights, 3)
     for options, sentence in (
         (ModelOptions("cpu", tp=2), "tp=2: the gpu backend takes as many processes, and 1 run; start it as torchrun"),
-        (ModelOptions("cpu", dp=2), "mesh='dp=2,tp=1': the gpu backend splits layers only; leave dp out."),
+        (ModelOptions("cpu", dp=2), "mesh='dp=2,tp=1,sp=1': the gpu backend splits layers only; leave dp and sp out."),
     ):
         with pytest.raises(BackendError) as refused:
             GPUBackend().open_model(weights, options)

@@ -105,10 +105,10 @@ def test_threads_are_told_or_refused(command: tuple[str, ...], tmp_path: Path) -
 @pytest.mark.parametrize(
     ("mesh", "tp", "layout"),
     [
-        (None, None, {"dp": 1, "tp": 1}),
-        ("tp=4,dp=2", None, {"dp": 2, "tp": 4}),
-        (None, 8, {"dp": 1, "tp": 8}),
-        ("dp=2", 4, {"dp": 2, "tp": 4}),
+        (None, None, {"dp": 1, "tp": 1, "sp": 1}),
+        ("tp=4,dp=2,sp=2", None, {"dp": 2, "tp": 4, "sp": 2}),
+        (None, 8, {"dp": 1, "tp": 8, "sp": 1}),
+        ("dp=2", 4, {"dp": 2, "tp": 4, "sp": 1}),
         ("tp=4", 4, None),
         ("tp=0", None, None),
         ("pp=2", None, None),
@@ -121,7 +121,7 @@ def test_a_layout_of_devices(mesh: str | None, tp: int | None, layout: dict[str,
     if layout is not None:
         assert read_mesh(mesh, tp) == layout
         return
-    with pytest.raises(ConfigError, match="must name dp and tp at most once each"):
+    with pytest.raises(ConfigError, match="must name dp, tp and sp at most once each"):
         read_mesh(mesh, tp)
 
 

@@ -101,5 +101,5 @@ def test_devices_share_weights_heads_and_slots(weights: ModelWeights) -> None:
     asked = {"dtype": "float32", "kv_int8": False, "default_slots": 10**9, "num_slots": None, "max_len": 512}
     half = weight_bytes(weights, "float32") / 2
     free = int((half + 3 * (512 * FLOAT32 / 2 + LOGITS)) / (1 - RESERVE)) + 2
-    found = plan_capacity(weights, Memory(free, free), **asked, dp=2, tp=2)
+    found = plan_capacity(weights, Memory(free, free), **asked, dp=2, tp=2, cache_parts=2)
     assert (found.num_slots, found.weight_bytes) == (6, half)

@@ -113,8 +113,10 @@ def join_team(options: ModelOptions, device: torch.device) -> Team | None:
         BackendError: Their number is not the one that was asked for.
     """
     running = int(os.environ.get("WORLD_SIZE", "1"))
-    if options.dp > 1:
-        raise BackendError(f"mesh='dp={options.dp},tp={options.tp}': the gpu backend splits layers only; leave dp out.")
+    if options.dp > 1 or options.sp > 1:
+        raise BackendError(
+            f"mesh='dp={options.dp},tp={options.tp},sp={options.sp}': the gpu backend splits layers only; leave dp and sp out."
+        )
     if options.tp != running:
         raise BackendError(
             f"tp={options.tp}: the gpu backend takes as many processes, and {running} run; "

@@ -26,7 +26,7 @@ from llmq.backends.base import CompiledStep, ModelOptions
 from llmq.backends.tpu.cache import Place, empty_cache
 from llmq.backends.tpu.device import Device, configure
 from llmq.backends.tpu.load import accelerator_layouts, outline_params
-from llmq.backends.tpu.mesh import cache_specs, make_mesh, params_specs
+from llmq.backends.tpu.mesh import make_mesh, params_specs
 from llmq.backends.tpu.model import Params, decode, forward, logits
 from llmq.checkpoint.loader import ModelWeights
 from llmq.errors import BackendError
@@ -87,7 +87,7 @@ def lower_steps(
     """
     dtype = options.dtype or "bfloat16"
     config = weights.config
-    mesh = make_mesh(find_chips(target), options.dp, options.tp, config.num_kv_heads)
+    mesh = make_mesh(find_chips(target), options.dp, options.tp, config.num_kv_heads, options.sp)
 
     def array(*shape: int, dtype: Any = jnp.int32, spec: P = WHOLE) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
@@ -97,10 +97,10 @@ def lower_steps(
 
     layouts = accelerator_layouts(mesh.devices.flat[0], mesh.size, options.kernel)
     params = outline_params(weights, layouts, dtype, options.max_len)
-    params = placed(params, params_specs(params, options.tp))
+    params = placed(params, params_specs(params, options.tp, config.num_kv_heads))
     cache_type = "int8" if options.kv_int8 else dtype
-    cache = jax.eval_shape(partial(empty_cache, config, options.num_slots, options.max_len, cache_type))
-    cache = placed(cache, cache_specs(cache))
+    cache = jax.eval_shape(partial(empty_cache, config, options.num_slots, options.max_len, cache_type, mesh))
+    cache = placed(cache, cache.specs)
     of_slots, active = array(options.num_slots), array(options.num_slots, dtype=jnp.bool)
     tokens, one = array(1, CHUNK), array()
     place = Place(one, tokens, tokens, tokens, tokens, one)

@@ -6,13 +6,14 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from llmq.backends.base import Caps, ComputeType, ModelOptions, Run, Scores, SlotSampling, Stats, StepHandle, StepOut
 from llmq.backends.sampling import SlotRules
 from llmq.backends.tpu.cache import Cache, copy_slot, empty_cache
 from llmq.backends.tpu.device import Device, num_compiles
 from llmq.backends.tpu.load import CPU_LAYOUTS, accelerator_layouts, load_params
-from llmq.backends.tpu.mesh import cache_specs, check_weights, make_mesh, replicated, shardings, whole
+from llmq.backends.tpu.mesh import check_weights, make_mesh, replicated, shardings, whole
 from llmq.backends.tpu.model import decode, forward, logits, scores
 from llmq.backends.tpu.rows import CHUNK_SIZES, Rows, chunks, place_runs
 from llmq.backends.tpu.slots import (
@@ -74,7 +75,7 @@ class JaxModel:
         check_weights(weights, options.tp)
         if options.num_slots % options.dp:
             raise BackendError(f"dp={options.dp}: does not divide the {options.num_slots} slots.")
-        mesh = make_mesh(devices, options.dp, options.tp, weights.config.num_kv_heads)
+        mesh = make_mesh(devices, options.dp, options.tp, weights.config.num_kv_heads, options.sp)
         layouts = accelerator_layouts(device, mesh.size, options.kernel)
         if on_cpu and mesh.size == 1:
             layouts = CPU_LAYOUTS
@@ -92,9 +93,9 @@ class JaxModel:
         )
 
         # On its device by name: arrays that JAX may move are other arguments to it, compiled once more.
-        empty = partial(_empty, self._config, self.caps)
+        empty = partial(_empty, self._config, self.caps, mesh)
         cache, slots = jax.eval_shape(empty)
-        specs = cache_specs(cache), replicated(slots)
+        specs = cache.specs, replicated(slots)
         self._init = jax.jit(empty, out_shardings=shardings(mesh, specs))
         weights_size = sum(leaf.on_device_size_in_bytes() for leaf in jax.tree.leaves(self._params))
         state_size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(jax.eval_shape(self._init)))
@@ -205,6 +206,6 @@ class JaxModel:
         return state._replace(cache=cache), x_BND
 
 
-def _empty(config: ModelConfig, caps: Caps) -> tuple[Cache, Slots]:
-    cache = empty_cache(config, caps.num_slots, caps.max_len, caps.kv_dtype)
+def _empty(config: ModelConfig, caps: Caps, mesh: Mesh) -> tuple[Cache, Slots]:
+    cache = empty_cache(config, caps.num_slots, caps.max_len, caps.kv_dtype, mesh)
     return cache, empty_slots(caps.num_slots, caps.vocab_size)

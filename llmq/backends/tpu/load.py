@@ -116,7 +116,7 @@ def load_params(
     for _, like in groupby(layers, _structure):
         segment = list(like)
         kernels.update(linear.kernel for layer in segment for linear in _linears(layer))
-        segments.append(_stacked(segment, mesh))
+        segments.append(_stacked(segment, mesh, weights.config.num_kv_heads))
     embedding = loader.table(EMBEDDING)
     head = None if weights.config.tie_embeddings else loader.table(LM_HEAD)
     rest = (embedding, loader.norm(FINAL_NORM), head, *rotary_tables(weights.config, whole_blocks(max_len)))
@@ -249,10 +249,10 @@ def _linears(layer: Layer) -> Iterator[Linear]:
     yield from times * (mlp.gate, mlp.up, mlp.down)
 
 
-def _stacked(layers: list[Layer], mesh: Mesh) -> Layer:
+def _stacked(layers: list[Layer], mesh: Mesh, num_kv_heads: int) -> Layer:
     """Stack like layers on the devices, giving up each leaf as soon as it is there."""
     tree = jax.tree.structure(layers[0])
-    specs = jax.tree.leaves(layer_specs(layers[0], parts(mesh)))
+    specs = jax.tree.leaves(layer_specs(layers[0], parts(mesh), num_kv_heads))
     columns = [jax.tree.leaves(layer) for layer in layers]
     layers.clear()
     stacked = [put(np.stack([column.pop(0) for column in columns]), mesh, P(None, *spec)) for spec in specs]

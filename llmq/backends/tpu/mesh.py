@@ -1,14 +1,17 @@
 """Where arrays lie when several devices run one model: a mesh of `dp` groups of slots by `tp` parts of a layer.
 
-Where a model has fewer key/value heads than a layer has parts, some parts share a head, and each holds it.
+Where a model has fewer key/value heads than a layer has parts, some parts share a head: each holds its weights, and
+a part of its positions in the cache.
 
 q, k, v, gate and up are split along their outputs, o and down along their inputs, groups and scales with
-them; the embedding and the head along the vocabulary; the cache along slots and key/value heads. The
-compiler finds the collectives: two sums a layer. One device is a mesh of one.
+them; the embedding and the head along the vocabulary; the cache along slots, key/value heads and positions.
+The compiler finds the collectives, two sums a layer, but for those of attention over positions that devices share.
+One device is a mesh of one.
 
 Shape letters: as in `linear`, `table` and `cache`; a segment's leaves have an axis of layers in front.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,7 +22,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from llmq.backends.tpu.cache import Cache
+from llmq.backends.tpu.cache import DP, HEADS, SHARED
 from llmq.backends.tpu.linear import DenseLinear, EinsumLinear, Int8InputLinear, Leaf, ScanLinear
 from llmq.backends.tpu.mlp import Mixture, Mlp
 from llmq.backends.tpu.model import Layer, Params
@@ -31,14 +34,11 @@ from llmq.model.shards import check_tp
 
 Device = Any  # jax.Device, which is not a type to type checkers
 
-#: The axes: slots, key/value heads, and what shares a head where there are fewer of them than parts of a layer.
-DP, HEADS, SHARED = "dp", "heads", "shared"
-
 #: Parts of a layer.
 TP = (HEADS, SHARED)
 
 
-def make_mesh(devices: Sequence[Device], dp: int, tp: int, num_kv_heads: int = 1) -> Mesh:
+def make_mesh(devices: Sequence[Device], dp: int, tp: int, num_kv_heads: int = 1, sp: int = 1) -> Mesh:
     """Lay devices out.
 
     Args:
@@ -46,16 +46,19 @@ def make_mesh(devices: Sequence[Device], dp: int, tp: int, num_kv_heads: int = 1
         dp: Groups, each with slots of its own.
         tp: Devices of a group.
         num_kv_heads: Of the model; divides `tp`, or is divided by it.
+        sp: Devices of a group that share positions, at least: all that heads leave over do.
 
     Returns:
         The mesh, `[dp, heads, shared]`.
 
     Raises:
-        BackendError: There are too few.
+        BackendError: There are too few, or `sp` does not divide `tp`.
     """
+    if tp % sp:
+        raise BackendError(f"mesh='tp={tp},sp={sp}': sp must divide tp.")
     if dp * tp > len(devices):
         raise BackendError(f"mesh='dp={dp},tp={tp}': takes {dp * tp} devices, and there are {len(devices)} here.")
-    heads = min(tp, num_kv_heads)
+    heads = math.gcd(tp // sp, num_kv_heads)
     return Mesh(np.array([*devices[: dp * tp]]).reshape(dp, heads, tp // heads), (DP, *TP))
 
 
@@ -117,21 +120,23 @@ def whole(array: jax.Array) -> np.ndarray:
     return np.array(multihost_utils.process_allgather(array, tiled=True))
 
 
-def layer_specs(layer: Layer, tp: int) -> Layer:
+def layer_specs(layer: Layer, tp: int, num_kv_heads: int) -> Layer:
     """How a layer is split.
 
     Args:
         layer: Its leaves have no axis of layers.
         tp: Devices that share it.
+        num_kv_heads: Of the model.
 
     Returns:
         The same tree, of specs.
     """
+    of_heads = HEADS if num_kv_heads % tp else TP
     return replace(
         replicated(layer),
         q=_by_outputs(layer.q),
-        k=_by_outputs(layer.k, HEADS),
-        v=_by_outputs(layer.v, HEADS),
+        k=_by_outputs(layer.k, of_heads),
+        v=_by_outputs(layer.v, of_heads),
         o=_by_inputs(layer.o, tp),
         mlp=_mlp_specs(layer.mlp, tp),
     )
@@ -192,24 +197,13 @@ def table_specs(table: Table) -> Table:
     return jax.tree.map(lambda _: P(TP) if isinstance(table, DenseTable | EinsumTable) else P(), table)
 
 
-def cache_specs(cache: Cache) -> Cache:
-    """How a cache is split.
-
-    Args:
-        cache: Or its shapes.
-
-    Returns:
-        The same tree, of specs.
-    """
-    return jax.tree.map(lambda part: P(None, DP, None, HEADS) if part.ndim == 5 else P(None, DP, HEADS), cache)
-
-
-def params_specs(params: Params, tp: int) -> Params:
+def params_specs(params: Params, tp: int, num_kv_heads: int) -> Params:
     """How a model is split.
 
     Args:
         params: Or their shapes.
         tp: Devices that compute a layer together.
+        num_kv_heads: Of the model.
 
     Returns:
         The same tree, of specs.
@@ -221,7 +215,7 @@ def params_specs(params: Params, tp: int) -> Params:
     segments = []
     for segment in params.segments:
         one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), segment)
-        segments.append(jax.tree.map(behind_layers, layer_specs(one, tp), is_leaf=_is_spec))
+        segments.append(jax.tree.map(behind_layers, layer_specs(one, tp, num_kv_heads), is_leaf=_is_spec))
     head = None if params.head is None else table_specs(params.head)
     return Params(table_specs(params.embedding), tuple(segments), P(), head, P(), P())
 

@@ -23,7 +23,7 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.tree_util import register_dataclass
 
-from llmq.backends.tpu.cache import BLOCK, Cache, Place, write
+from llmq.backends.tpu.cache import BLOCK, SHARED, Cache, Place, write
 from llmq.backends.tpu.linear import Leaf, Linear
 from llmq.backends.tpu.mlp import Mixture, Mlp
 from llmq.backends.tpu.pallas import at_layer
@@ -276,12 +276,15 @@ def _attention(
     k_BNKh = _rotate(heads(layer.k, layer.k_norm_h), cos_BNh, sin_BNh)
     cache = write(cache, index, place, k_BNKh, heads(layer.v, None))
     q_BNKRh = q_BNHh.reshape(*k_BNKh.shape[:3], -1, config.head_dim)
-    attended_BNKRh = _attend(q_BNKRh * jnp.asarray(config.attention_scale, q_BNKRh.dtype), cache, index, place, window)
+    scaled_BNKRh = q_BNKRh * jnp.asarray(config.attention_scale, q_BNKRh.dtype)
+    attended_BNKRh = cache.on_each(_attend, index, place, window, scaled_BNKRh)
     return _apply(layer.o, attended_BNKRh.reshape(*x_BND.shape[:2], -1)), cache
 
 
-def _attend(q_BNKRh: jax.Array, cache: Cache, index: jax.Array, place: Place, window: Leaf | int | None) -> jax.Array:
+def _attend(cache: Cache, index: Leaf, place: Place, window: Leaf | int | None, q_BNKRh: jax.Array) -> jax.Array:
     """Softmax attention of scaled queries over the cache, a block of positions at a time, up to the last one in use.
+
+    Devices that share the positions each go over their own, then put together what they found.
 
     Source:
         The running maximum and sum: arXiv:1805.02867, algorithm 3.
@@ -289,17 +292,15 @@ def _attend(q_BNKRh: jax.Array, cache: Cache, index: jax.Array, place: Place, wi
     num_slots, num_tokens, num_kv_heads, num_repeats, head_dim = q_BNKRh.shape
     position_BN1 = place.position(place.row_BN)[:, :, None]
     last_B1 = jnp.max(place.row_BN, axis=1, keepdims=True)
+    num_turns, turn = cache.turns
 
-    def held(start: jax.Array) -> jax.Array:
-        """Which rows of a block were written, `[B, t]`: what was there before may not be finite, and 0 times that is not 0."""
-        return start + jnp.arange(BLOCK) <= last_B1
-
-    def read(stored: Leaf, start: jax.Array) -> jax.Array:
+    def read(stored: Leaf, start: jax.Array, held_Bt: jax.Array) -> jax.Array:
+        """What a slot held before may not be finite, and 0 times that is not 0."""
         sizes = (1, num_slots, BLOCK, num_kv_heads, head_dim)
         block_BtKh = lax.dynamic_slice(stored, (index, place.slot, start, 0, 0), sizes)[0]
-        return jnp.where(held(start)[:, :, None, None], block_BtKh, 0)
+        return jnp.where(held_Bt[:, :, None, None], block_BtKh, 0)
 
-    def read_scale(stored: Leaf | None, start: jax.Array) -> jax.Array | float:
+    def read_scale(stored: Leaf | None, start: jax.Array, held_Bt: jax.Array) -> jax.Array | float:
         """Scales as `[B, K, 1, 1, t]`: they multiply scores and probabilities."""
         if stored is None:
             return 1.0
@@ -307,34 +308,38 @@ def _attend(q_BNKRh: jax.Array, cache: Cache, index: jax.Array, place: Place, wi
         block_BKt = lax.dynamic_slice(stored, (index, place.slot, 0, start), sizes)[0]
         # The compiler for TPUs would lie heads beside each other, and turn all scales around for it.
         block_BKt = with_layout_constraint(block_BKt, Layout((0, 1, 2)))
-        return jnp.where(held(start)[:, None], block_BKt, 0)[:, :, None, None]
+        return jnp.where(held_Bt[:, None], block_BKt, 0)[:, :, None, None]
 
     def add_block(
         block: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         highest_BKRN, total_BKRN, out_BKRNh = carry
-        start = block * BLOCK
-        k_BtKh, v_BtKh = (read(stored, start).astype(q_BNKRh.dtype) for stored in (cache.k_LSTKh, cache.v_LSTKh))
-        seen_t = start + jnp.arange(BLOCK)
+        seen_t = (block * num_turns + turn) * BLOCK + jnp.arange(BLOCK)
+        here = (block * BLOCK, seen_t <= last_B1)
+        k_BtKh, v_BtKh = (read(stored, *here).astype(q_BNKRh.dtype) for stored in (cache.k_LSTKh, cache.v_LSTKh))
         visible_BNt = place.visible(seen_t)
         if window is not None:
             seen_BNt = jnp.broadcast_to(seen_t, (*place.row_BN.shape, BLOCK))
             visible_BNt &= position_BN1 - place.position(seen_BNt) < window
         scores_BKRNt = jnp.einsum("BNKRh,BtKh->BKRNt", q_BNKRh, k_BtKh, preferred_element_type=jnp.float32)
-        scores_BKRNt *= read_scale(cache.k_scale_LSKT, start)
+        scores_BKRNt *= read_scale(cache.k_scale_LSKT, *here)
         scores_BKRNt = jnp.where(visible_BNt[:, None, None], scores_BKRNt, -jnp.inf)
         raised_BKRN = jnp.maximum(highest_BKRN, jnp.max(scores_BKRNt, axis=-1))
         shrink_BKRN = jnp.exp(highest_BKRN - raised_BKRN)
         weight_BKRNt = jnp.exp(scores_BKRNt - raised_BKRN[..., None])
-        scaled_BKRNt = (weight_BKRNt * read_scale(cache.v_scale_LSKT, start)).astype(v_BtKh.dtype)
+        scaled_BKRNt = (weight_BKRNt * read_scale(cache.v_scale_LSKT, *here)).astype(v_BtKh.dtype)
         added_BKRNh = jnp.einsum("BKRNt,BtKh->BKRNh", scaled_BKRNt, v_BtKh, preferred_element_type=jnp.float32)
         total_BKRN = total_BKRN * shrink_BKRN + jnp.sum(weight_BKRNt, axis=-1)
         return raised_BKRN, total_BKRN, out_BKRNh * shrink_BKRN[..., None] + added_BKRNh
 
     rows = (num_slots, num_kv_heads, num_repeats, num_tokens)
     start = (jnp.full(rows, LOWEST), jnp.zeros(rows), jnp.zeros((*rows, head_dim)))
-    num_blocks = jnp.max(place.row_BN) // BLOCK + 1
-    _, total_BKRN, out_BKRNh = lax.fori_loop(0, num_blocks, add_block, start)
+    num_blocks = jnp.max(place.row_BN) // (BLOCK * num_turns) + 1
+    highest_BKRN, total_BKRN, out_BKRNh = lax.fori_loop(0, num_blocks, add_block, start)
+    if num_turns > 1:
+        shrink_BKRN = jnp.exp(highest_BKRN - lax.pmax(highest_BKRN, SHARED))
+        found = total_BKRN * shrink_BKRN, out_BKRNh * shrink_BKRN[..., None]
+        total_BKRN, out_BKRNh = lax.psum(found, SHARED)
     # Padding has seen nothing; its total of 0 must not divide.
     out_BKRNh = out_BKRNh / jnp.where(total_BKRN == 0, 1, total_BKRN)[..., None]
     return out_BKRNh.transpose(0, 3, 1, 2, 4).astype(q_BNKRh.dtype)
