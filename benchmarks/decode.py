@@ -39,7 +39,7 @@ class Contestant:
 
     @classmethod
     def start(cls, name: str, threads: str, command: list[object]) -> "Contestant":
-        environment = {**os.environ, "OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": str(os.cpu_count())}
+        environment = {**os.environ, "OMP_NUM_THREADS": str(os.cpu_count())}
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         process = subprocess.Popen(list(map(str, command)), text=True, env=environment, **pipes)
         return cls(name, threads, process, json.loads(process.stdout.readline() or '{"name": "", "head": "failed"}'))

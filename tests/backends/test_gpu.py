@@ -137,16 +137,25 @@ class RowsByNumber:
 
     device, dtype, config = torch.device("cpu"), torch.bfloat16, SimpleNamespace(experts=None)
 
-    def __init__(self, unlike: int) -> None:
-        self._unlike = unlike
+    def __init__(self, unlike: int, joined_only: bool = False) -> None:
+        self._unlike, self._joined_only, self.joined = unlike, joined_only, True
 
     def row_functions(self):
-        return [(3, lambda x, _: x), (4, lambda x, _: x + (len(x) == self._unlike))]
+        return [
+            (3, lambda x, _: x),
+            (4, lambda x, _: x + (len(x) == self._unlike) * (self.joined or not self._joined_only)),
+        ]
+
+    def join_chunks(self, joined: bool) -> None:
+        self.joined = joined
 
 
 def test_chunks_are_written_at_once_only_where_that_changes_no_bit() -> None:
     assert chunks_per_run(RowsByNumber(unlike=0), 16, 4) == 4
     assert chunks_per_run(RowsByNumber(unlike=64), 16, 4) == 1
+    apart = RowsByNumber(unlike=64, joined_only=True)
+    assert chunks_per_run(apart, 16, 4) == 4
+    assert not apart.joined
     choosing = RowsByNumber(unlike=0)
     choosing.config = SimpleNamespace(experts=object())
     assert chunks_per_run(choosing, 16, 4) == 1

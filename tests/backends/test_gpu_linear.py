@@ -191,6 +191,19 @@ def test_linears_stored_differently_stand_side_by_side(other: QTensor | np.ndarr
     assert linear.num_bytes == sum(part.num_bytes for part in parts)
 
 
+@pytest.mark.parametrize("name", ["int4_blockwise", "int8_per_channel", None])
+def test_chunks_multiplied_apart_have_the_bits_of_each_alone(name: str | None) -> None:
+    """Also the last, which has fewer rows."""
+    weight = (
+        codes(SCHEMES[name], 960, 576) if name else np.random.default_rng(0).standard_normal((960, 576), np.float32)
+    )
+    linear = make_linear(weight, None, CPU, torch.bfloat16)
+    assert linear.joins_chunks
+    linear.joins_chunks = False
+    x = torch.randn(3 * 128 + 100, 576, generator=torch.Generator().manual_seed(0)).bfloat16()
+    assert torch.equal(linear(x, 128), torch.cat([linear(chunk, 128) for chunk in x.split(128)]))
+
+
 def sweep(num_features: tuple[int, ...], num_rows: tuple[int, ...], dtype: torch.dtype) -> int:
     """Every grid on every width: within accumulation as a step and as a run, or refused before there is a layer."""
     num_right = 0

@@ -68,10 +68,12 @@ class Linear:
     Attributes:
         kernel: What computes it, for people to read.
         dense_from: From how many rows of a run on it takes the other way.
+        joins_chunks: Whether the whole chunks of a run are multiplied as one, rather than apart.
     """
 
     kernel = "dense"
     dense_from: float = math.inf
+    joins_chunks = True
 
     def __init__(self, bias: Tensor | None) -> None:
         self._bias = bias
@@ -87,8 +89,12 @@ class Linear:
         Returns:
             `[M, O]` in the compute type.
         """
-        parts = x_MI.tensor_split([len(x_MI) // chunk * chunk]) if chunk else (x_MI,)
-        parts = [part for part in parts if len(part)]
+        parts: Sequence[Tensor] = (x_MI,)
+        if chunk:
+            joined = [len(x_MI) // chunk * chunk]
+            parts = [
+                part for part in (x_MI.tensor_split(joined) if self.joins_chunks else x_MI.split(chunk)) if len(part)
+            ]
         many = [part for part in parts if chunk and len(part) >= self.dense_from]
         outs = [self._many(many)] if many else []
         outs += [self._matmul(part) for part in parts[len(many) :]]  # behind the whole chunks there are fewer rows
@@ -101,6 +107,11 @@ class Linear:
     def _many(self, parts: Sequence[Tensor]) -> Tensor:
         """What `_matmul` gives for each part, behind one another; faster where they have many rows."""
         raise NotImplementedError
+
+    @property
+    def members(self) -> Sequence["Linear"]:
+        """What multiplies: itself, or what it is made of."""
+        return (self,)
 
     @property
     def kernels(self) -> tuple[str, ...]:
@@ -284,6 +295,11 @@ class SideBySide(Linear):
     def __call__(self, x_MI: Tensor, chunk: int = 0) -> Tensor:
         """See `Linear.__call__`."""
         return torch.cat([linear(x_MI, chunk) for linear in self._linears], dim=-1)
+
+    @property
+    def members(self) -> Sequence[Linear]:
+        """See `Linear.members`."""
+        return self._linears
 
     @property
     def kernels(self) -> tuple[str, ...]:

@@ -194,6 +194,12 @@ class Decoder:
         kinds = {tuple((linear.kernels, linear.num_bytes) for linear in layer.linears): layer for layer in self.layers}
         return list(kinds.values())
 
+    def join_chunks(self, joined: bool) -> None:
+        """Choose whether the whole chunks of a run are multiplied as one, rather than apart."""
+        for linear in (linear for layer in self.layers for linear in layer.linears):
+            for member in linear.members:
+                member.joins_chunks = joined
+
     def kernels(self) -> tuple[str, ...]:
         """How many linears, head included, run on which kernel; those on one kernel together count once."""
         linears = [*(linear for layer in self.layers for linear in layer.linears), self.head]

@@ -52,7 +52,8 @@ def chunks_per_run(decoder: Decoder, chunk_size: int, most: int) -> int:
     """How many chunks of a prompt are written at once.
 
     Args:
-        decoder: The model.
+        decoder: The model. Is told whether it may multiply them as one: on a CPU with AMX the number of rows decides on
+            the order of sums.
         chunk_size: Tokens of a chunk.
         most: More would gain nothing.
 
@@ -63,13 +64,19 @@ def chunks_per_run(decoder: Decoder, chunk_size: int, most: int) -> int:
     if decoder.config.experts is not None:
         return 1
     _, *layers = decoder.row_functions()  # a run of several chunks needs no logits
-    for num_features, function in layers:
+
+    def changes_bits(layer: RowFunction) -> bool:
+        num_features, function = layer
         x_MF = torch.randn(most * chunk_size, num_features, generator=torch.Generator().manual_seed(0))
         x_MF = x_MF.to(decoder.device, decoder.dtype)
         alone = torch.cat([function(part, chunk_size) for part in x_MF.split(chunk_size)])
-        if not torch.equal(function(x_MF, chunk_size), alone):
-            return 1
-    return most
+        return not torch.equal(function(x_MF, chunk_size), alone)
+
+    for joined in (True, False):
+        decoder.join_chunks(joined)
+        if not any(map(changes_bits, layers)):
+            return most
+    return 1
 
 
 def _result(decoder: Computing, count: int) -> list[bytes] | None:
