@@ -113,7 +113,7 @@ def test_shapes_can_be_those_of_the_batch_alone(tmp_path: Path) -> None:
         found = []
         for static in (False, True):
             model = TrainableDecoder(
-                weights, schemes_for(weights, GRIDS[-1]), 64, torch.device("cpu"), torch.float32, static=static
+                weights, schemes_for(weights, GRIDS[-1]), (), 64, torch.device("cpu"), torch.float32, static=static
             )
             for matrix in model.matrices():
                 matrix.look(quantized=True)
