@@ -92,7 +92,8 @@ class Cache:
         Returns:
             Its result.
         """
-        if self.mesh is None:
+        mesh = self.mesh
+        if mesh is None:
             return function(self, index, place, window, *x_BNKX)
         is_split = place.row_BN.shape[0] == self.k_LSTKh.shape[1]
         batch = DP if is_split else None
@@ -104,11 +105,11 @@ class Cache:
             slot, is_here = cache.own(place.slot)
             row_BN = place.row_BN if not keeps else jnp.where(is_here, place.row_BN, -1)
             found = function(cache, index, replace(place, slot=slot, row_BN=row_BN), window, *x_BNKX)
-            return found if keeps or cache.mesh.shape[DP] == 1 else lax.psum(jnp.where(is_here, found, 0), DP)
+            return found if keeps or mesh.shape[DP] == 1 else lax.psum(jnp.where(is_here, found, 0), DP)
 
         in_specs = (self.specs, P(), Place(P(), rows, rows, rows, rows, P()), P(), *(heads for _ in x_BNKX))
         out_specs = self.specs if keeps else heads
-        spread = jax.shard_map(on_one, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        spread = jax.shard_map(on_one, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
         return spread(self, index, place, window, *x_BNKX)
 
 
