@@ -3,14 +3,16 @@
 import asyncio
 import ipaddress
 import os
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field
 
-from llmq.backends.base import Backend, ComputeType, KernelName, Memory, ModelOptions
+from llmq.backends.base import Backend, ComputeType, InferenceModel, KernelName, Memory, ModelOptions
 from llmq.backends.host import is_first_process
 from llmq.backends.registry import select_backend
 from llmq.checkpoint.loader import ModelWeights, load_weights
@@ -26,6 +28,8 @@ from llmq.serve.capacity import Capacity, bytes_per_token, plan_capacity
 from llmq.serve.lifecycle import listen, serve
 from llmq.serve.metrics import Metrics
 from llmq.serve.params import sampling_defaults
+
+R = TypeVar("R")
 
 #: Holds an API key, where there is no file.
 KEY_VARIABLE = "LLMQ_API_KEY"
@@ -116,27 +120,29 @@ def run(
     if options.quantization:
         weights = quantized(weights, model, options.quantization, progress)
     capacity = _capacity(weights, plugin, device, options)
-    opened = plugin.open_model(
-        weights,
-        ModelOptions(
-            device,
-            options.dtype,
-            capacity.num_slots,
-            capacity.max_len,
-            kv_int8=options.kv_cache_dtype == "int8",
-            num_threads=options.threads,
-            compile=options.compile,
-            dp=options.dp,
-            tp=options.tp,
-            sp=options.sp,
-            kernel=options.kernel,
-        ),
+    model_options = ModelOptions(
+        device,
+        options.dtype,
+        capacity.num_slots,
+        capacity.max_len,
+        kv_int8=options.kv_cache_dtype == "int8",
+        num_threads=options.threads,
+        compile=options.compile,
+        dp=options.dp,
+        tp=options.tp,
+        sp=options.sp,
+        kernel=options.kernel,
     )
-    caps = opened.caps
     names = options.served_model_name or (default_name(model),)
     metrics = Metrics(names[0])
     limits = EngineLimits(options.max_queue, options.queue_timeout)
-    service = EngineService(opened, tokenizer, limits, metrics, warmup=options.warmup == "full")
+
+    def start() -> tuple[InferenceModel, EngineService]:
+        opened = plugin.open_model(weights, model_options)
+        return opened, EngineService(opened, tokenizer, limits, metrics, warmup=options.warmup == "full")
+
+    opened, service = apart(start)
+    caps = opened.caps
     server_options = ServerOptions(names, keys, options.max_body_bytes, options.request_timeout, options.cors_origin)
     server = Server(service, tokenizer, caps, metrics, server_options)
 
@@ -167,6 +173,36 @@ def run(
     finally:
         if service.state == "stopped":
             opened.close()
+
+
+def apart(function: Callable[[], R]) -> R:
+    """Call a function on a thread that then ends.
+
+    OpenMP keeps threads for every thread that has computed. While there are more of all of them than cores, none
+    waits awake for the next kernel, and each kernel of the engine's thread pays for waking them: with a model that was
+    opened on the main thread, a step of SmolLM2 in int4 takes 21 ms in place of 13 on two cores.
+
+    Args:
+        function: What to call.
+
+    Returns:
+        What it returned; what it raised is raised here.
+    """
+    future: Future[R] = Future()
+
+    def call() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as err:
+            future.set_exception(err)
+
+    thread = threading.Thread(target=call, name="llmq-open", daemon=True)  # Ctrl-C does not wait for it
+    thread.start()
+    try:
+        return future.result()
+    finally:
+        if future.done():
+            thread.join()
 
 
 def read_keys(path: Path | None) -> tuple[str, ...]:
