@@ -141,7 +141,7 @@ def run(
         opened = plugin.open_model(weights, model_options)
         return opened, EngineService(opened, tokenizer, limits, metrics, warmup=options.warmup == "full")
 
-    opened, service = apart(start)
+    opened, service = apart(start) if is_first_process() else start()  # the others follow, and mind their own signals
     caps = opened.caps
     server_options = ServerOptions(names, keys, options.max_body_bytes, options.request_timeout, options.cors_origin)
     server = Server(service, tokenizer, caps, metrics, server_options)
