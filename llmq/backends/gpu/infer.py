@@ -11,7 +11,7 @@ from torch import Tensor
 
 from llmq.backends.base import Caps, ModelOptions, Run, Scores, SlotSampling, State, Stats, StepHandle, StepOut
 from llmq.backends.gpu.attention import Cache, RunPlace, StepPlace, send
-from llmq.backends.gpu.device import DTYPES, choose_device
+from llmq.backends.gpu.device import DTYPES, choose_device, release_freed_memory
 from llmq.backends.gpu.model import Decoder
 from llmq.backends.gpu.parallel import ShardedWeights, join_team
 from llmq.backends.gpu.rows import chunks_per_run, row_counts
@@ -133,6 +133,7 @@ class TorchModel:
         num_chunks = 1 if self.team else chunks_per_run(self._decoder, chunk_size, most)
         longest = min(num_chunks * chunk_size, options.max_len)
         self._threads = self._choose_threads(options, chunk_size, longest) if self._device.type == "cpu" else None
+        release_freed_memory()  # of what was tried
         several = f"{self.team.size} x " if self.team else ""
         name = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "CPU"
         self.caps = Caps(
