@@ -20,7 +20,7 @@ from llmq.errors import BackendError
 from llmq.quant import QTensor, dequantize, quantize_vectors
 
 #: By bits: from how many rows of a run on a dense product, with the weight dequantized for it, beats the
-#: kernel. Measured by ``benchmarks/crossover.py`` on a CPU with AVX512.
+#: kernel. Measured by ``benchmarks/crossover.py`` on a CPU with AVX512; with AMX, 64 and 24 would gain a little more.
 DENSE_FROM = {4: 96, 8: 32}
 
 
