@@ -36,7 +36,7 @@ from llmq.serve.load_summary import summarize
 
 PROMPT_LEN, GEN_LEN, MAX_LEN = 64, 64, 256
 START_SECONDS = 300
-#: As vllm's documentation and INTEROP's measurements have it for a machine that is shared.
+#: As vllm's documentation has it for a machine that is shared.
 VLLM = {
     "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1", "OMP_WAIT_POLICY": "passive",

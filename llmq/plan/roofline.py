@@ -138,7 +138,7 @@ def roofline(
         chip=chip,
         weight_bytes=sum(read.values()) - expert_bytes,
         matrix_ops=2 * multiplied / tp,
-        cache_bytes=token_bytes / cache_parts(chip, config, tp),
+        cache_bytes=token_bytes / cache_parts(config, tp, shares_positions=chip.is_tpu),
         attention_ops=4 * config.num_layers * config.num_heads * config.head_dim / tp,
         num_replicas=num_replicas,
         expert_bytes=expert_bytes,
@@ -146,18 +146,18 @@ def roofline(
     )
 
 
-def cache_parts(chip: Chip, config: ModelConfig, tp: int) -> int:
+def cache_parts(config: ModelConfig, tp: int, *, shares_positions: bool) -> int:
     """How many chips share a slot's keys and values.
 
     Args:
-        chip: Of a TPU, those that share a head share its positions; others hold each head whole.
         config: The model.
         tp: Chips that compute a layer together.
+        shares_positions: Whether those that share a head share its positions, as TPUs do; others hold each head whole.
 
     Returns:
         A count.
     """
-    return tp if chip.is_tpu else min(tp, config.num_kv_heads)
+    return tp if shares_positions else min(tp, config.num_kv_heads)
 
 
 def last_batch_that_pays(narrow: Roofline, wide: Roofline, context: float) -> int:

@@ -275,7 +275,7 @@ def _fit(
     weights = _num_bytes(variant.rows, config, tp)
     room = Room(
         num_bytes=int(target.chip.memory * (1 - RESERVE)) - weights,
-        token_bytes=math.ceil(token_bytes / cache_parts(target.chip, config, tp)),
+        token_bytes=math.ceil(token_bytes / cache_parts(config, tp, shares_positions=target.chip.is_tpu)),
         sequence_bytes=config.vocab_size * BYTES_PER_LOGIT,
         max_positions=config.max_positions,
     )

@@ -22,6 +22,7 @@ from llmq.engine.engine import EngineLimits
 from llmq.engine.service import EngineService
 from llmq.errors import ConfigError
 from llmq.model.tokenizer import Tokenizer
+from llmq.plan.roofline import cache_parts
 from llmq.serve.app import Server, ServerOptions
 from llmq.serve.artifacts import quantized
 from llmq.serve.capacity import Capacity, bytes_per_token, plan_capacity
@@ -261,7 +262,7 @@ def _capacity(weights: ModelWeights, plugin: Backend, device: str | None, option
         default_slots=-(-_DEFAULT_SLOTS[0 if accelerated else 1] // options.dp) * options.dp,
         dp=options.dp,
         tp=options.tp,
-        cache_parts=options.tp if plugin.name == "tpu" else min(options.tp, weights.config.num_kv_heads),
+        cache_parts=cache_parts(weights.config, options.tp, shares_positions=plugin.name == "tpu"),
     )
 
 

@@ -91,10 +91,8 @@ class Linear:
         """
         parts: Sequence[Tensor] = (x_MI,)
         if chunk:
-            joined = [len(x_MI) // chunk * chunk]
-            parts = [
-                part for part in (x_MI.tensor_split(joined) if self.joins_chunks else x_MI.split(chunk)) if len(part)
-            ]
+            cut = x_MI.tensor_split([len(x_MI) // chunk * chunk]) if self.joins_chunks else x_MI.split(chunk)
+            parts = [part for part in cut if len(part)]
         many = [part for part in parts if chunk and len(part) >= self.dense_from]
         outs = [self._many(many)] if many else []
         outs += [self._matmul(part) for part in parts[len(many) :]]  # behind the whole chunks there are fewer rows
