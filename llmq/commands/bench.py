@@ -61,6 +61,7 @@ def bench_model(
     from llmq.backends.registry import select_backend
     from llmq.checkpoint.loader import load_weights
     from llmq.commands.terminal import count_progress, print_json
+    from llmq.serve.capacity import weight_bytes
 
     weights = load_weights(model)
     max_len = max(lens) + max(gens)
@@ -93,7 +94,7 @@ def bench_model(
         "kernels": list(opened.caps.kernels),
         "versions": {name: version(name) for name in ("llmq", "numpy", plugin.framework)},
         **speed.machine(),
-        "weight_bytes": weights.num_bytes,
+        "weight_bytes": weight_bytes(weights, opened.caps.dtype),
         "device_bytes": opened.stats().num_bytes,
         "peak_resident_bytes": speed.peak_resident_bytes(),
         "memory_bandwidth": None if plugin.has_accelerator() else speed.memory_bandwidth(),

@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 
 from llmq.backends.tpu import linear
-from llmq.backends.tpu.linear import DenseLinear, EinsumLayout, EinsumLinear, Int8InputLinear, Linear, ScanLinear
+from llmq.backends.tpu.linear import (
+    WHOLE_FROM,
+    DenseLinear,
+    EinsumLayout,
+    EinsumLinear,
+    Int8InputLinear,
+    Linear,
+    ScanLinear,
+)
 from llmq.backends.tpu.nibbles import pack_halves, unpack_halves
 from llmq.backends.tpu.table import DenseTable, EinsumTable, ScanTable, Table
 from llmq.config import SCHEMES, Granularity
@@ -48,7 +56,7 @@ def project(table: Table, x: np.ndarray) -> jax.Array:
 def test_product_errs_by_accumulation_only(layout: type[ScanLinear], scheme: str, symmetric: bool) -> None:
     weight = random_codes(scheme, symmetric)
     linear = layout.from_qtensor(weight, None)
-    for num_rows in (1, 9):
+    for num_rows in (1, 9, WHOLE_FROM - 1, WHOLE_FROM, 50):
         x = random_inputs(num_rows)
         assert_accumulation_only(apply(linear, x), x, weight)
 
@@ -56,8 +64,9 @@ def test_product_errs_by_accumulation_only(layout: type[ScanLinear], scheme: str
 @pytest.mark.parametrize("layout", LINEARS)
 def test_weights_far_from_zero(layout: type[ScanLinear]) -> None:
     weight = random_codes("int4_blockwise", symmetric=False, offset=50.0)
-    x = random_inputs(3)
-    assert_accumulation_only(apply(layout.from_qtensor(weight, None), x), x, weight)
+    for num_rows in (3, WHOLE_FROM):
+        x = random_inputs(num_rows)
+        assert_accumulation_only(apply(layout.from_qtensor(weight, None), x), x, weight)
 
 
 @pytest.mark.parametrize("layout", LINEARS)
@@ -87,11 +96,14 @@ def test_pairs_of_groups_are_the_same_product(symmetric: bool, monkeypatch: pyte
     assert_accumulation_only(apply(layer, x), x, weight)
 
 
+@pytest.mark.parametrize("layout", LINEARS)
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_the_weight_of_a_bfloat16_product_is_the_dequantized_one(scheme: str, symmetric: bool) -> None:
+def test_the_weight_of_a_bfloat16_product_is_the_dequantized_one(
+    layout: type[ScanLinear], scheme: str, symmetric: bool
+) -> None:
     """An input of one 1 finds each weight, rounded once."""
     weight = random_codes(scheme, symmetric)
-    y = apply(EinsumLinear.from_qtensor(weight, None), np.eye(NUM_FEATURES, dtype=ml_dtypes.bfloat16))
+    y = apply(layout.from_qtensor(weight, None), np.eye(NUM_FEATURES, dtype=ml_dtypes.bfloat16))
     np.testing.assert_array_equal(np.asarray(y).T, dequantize(weight, "bfloat16"))
 
 

@@ -5,11 +5,12 @@ from fractions import Fraction
 
 import jax
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmq.backends.gpu.straight import see, straight_through
+from llmq.backends.gpu.straight import see, see_all, straight_through
 from llmq.config import Scheme
 from llmq.quant import QTensor, dequantize, quantize
 from llmq.quant.gradient import is_clipped
@@ -43,6 +44,23 @@ def test_frameworks_agree_and_the_fast_path_is_the_rule(weight: np.ndarray, sche
         indices = np.flatnonzero(clipped) if seen.clipped is not None else np.empty(0)
         np.testing.assert_array_equal(indices, seen.clipped.numpy() if seen.clipped is not None else indices)
         assert clipped.any() == (seen.clipped is not None)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_weights_seen_together_are_seen_as_each_alone(scheme: Scheme) -> None:
+    rng = np.random.default_rng(0)
+    weights = [rng.standard_normal((rows, 320)).astype(np.float32) for rows in (3, 700, 1, 40)]
+    weights[2][:] = 1.0  # nothing is clipped there
+    masters = [torch.from_numpy(weight) for weight in weights]
+    for weight, seen, alone in zip(
+        weights,
+        see_all(masters, scheme, torch.bfloat16),
+        [see(m, scheme, torch.bfloat16) for m in masters],
+        strict=True,
+    ):
+        assert torch.equal(seen.weight_OI, alone.weight_OI)
+        clipped = np.zeros(0) if seen.clipped is None else seen.clipped.numpy()
+        np.testing.assert_array_equal(clipped, np.flatnonzero(is_clipped(weight, quantize(weight, scheme))))
 
 
 def lies_beyond(weight: float, scale: float, zero: float, scheme: Scheme) -> bool:

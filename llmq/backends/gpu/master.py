@@ -3,7 +3,8 @@
 Suffixes: D hidden, O output features, I input features, R rank.
 """
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from llmq.backends.base import Adapters
 from llmq.backends.gpu.model import rms_norm
-from llmq.backends.gpu.straight import Seen, round_inputs, see, straight_through
+from llmq.backends.gpu.straight import Seen, round_inputs, see, see_all, straight_through
 from llmq.config import Scheme
 
 
@@ -63,9 +64,29 @@ class Matrix(nn.Module):
         recompute activations, share it.
         """
         merged_OI = self.merged() if self._adapted else self.weight
-        seen = self._seen or see(merged_OI.detach(), self.scheme if self._quantized else None, self.dtype)
+        seen = self._seen or see(merged_OI.detach(), self._grid(), self.dtype)
         self._seen = seen if self.keeps_seen else None
         return straight_through(merged_OI, seen)
+
+    def _grid(self) -> Scheme | None:
+        return self.scheme if self._quantized else None
+
+    @staticmethod
+    def see_together(matrices: "Sequence[Matrix]") -> None:
+        """Compute at once what several are about to be asked for; those with an adapter see to themselves.
+
+        Args:
+            matrices: Of one compute type.
+        """
+        alike: dict[tuple[Scheme | None, int], list[Matrix]] = defaultdict(list)
+        for matrix in matrices:
+            if matrix._seen is None and not matrix.factor:
+                scheme = matrix._grid()
+                alike[scheme, (scheme and scheme.group_size) or matrix.weight.shape[1]].append(matrix)
+        for (scheme, _), some in alike.items():
+            seen = see_all([matrix.weight.detach() for matrix in some], scheme, some[0].dtype)
+            for matrix, of_matrix in zip(some, seen, strict=True):
+                matrix._seen = of_matrix
 
 
 class Linear(Matrix):

@@ -7,11 +7,12 @@ On the CPU the arithmetic is that of `llmq.quant` with the liberty `llmq.quant.r
 the exact residual is computed only where the guess lies near a tie or was clipped. Tests hold it to
 `llmq.quant` bit for bit.
 
-Suffixes: O output features, I input features, G groups a row, g features a group.
+Suffixes: O output features, I input features, g features a group, N groups, M groups that hold a doubtful weight.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -88,7 +89,6 @@ class _Straight(torch.autograd.Function):
         return grad_OI, None, None
 
 
-@torch.no_grad()
 def see(master_OI: Tensor, scheme: Scheme | None, dtype: torch.dtype) -> Seen:
     """Fake-quantize a weight.
 
@@ -100,31 +100,54 @@ def see(master_OI: Tensor, scheme: Scheme | None, dtype: torch.dtype) -> Seen:
     Returns:
         What the forward pass sees.
     """
+    return see_all([master_OI], scheme, dtype)[0]
+
+
+@torch.no_grad()
+def see_all(masters: Sequence[Tensor], scheme: Scheme | None, dtype: torch.dtype) -> list[Seen]:
+    """Fake-quantize weights on the same grid: what is done once a call takes as long as the rest for one of them.
+
+    Args:
+        masters: As for `see`; the same number of features a group.
+        scheme: As for `see`.
+        dtype: Likewise.
+
+    Returns:
+        What the forward pass sees of each; the weights share their memory.
+    """
     if scheme is None:
-        return Seen(master_OI.to(dtype))
-    if master_OI.device.type == "xla":
-        return see_traced(master_OI, scheme, dtype)
-    num_rows, num_features = master_OI.shape
-    weight_OGg = master_OI.unflatten(1, (-1, scheme.group_size or num_features))
+        return [Seen(master_OI.to(dtype)) for master_OI in masters]
+    device = masters[0].device
+    if device.type == "xla":
+        return [see_traced(master_OI, scheme, dtype) for master_OI in masters]
+    length = scheme.group_size or masters[0].shape[1]
+    num_groups = max(1, _PIECE_ELEMENTS // length) if device.type == "cpu" else max(map(torch.numel, masters))
+    weights = [master_OI.view(-1, length) for master_OI in masters]
+    pieces = _split(weights, num_groups)
+    sizes = [len(piece_Ng) for piece_Ng in pieces]
     # Two reductions are eight times as fast as aminmax.
-    scale_OG, zero_OG, constant_OG = choose_scale_zero(weight_OGg.amin(-1), weight_OGg.amax(-1), scheme)
-    if scale_OG.min() < _SUBNORMALS_MATTER_BELOW:
-        weight_OGg = flush(torch, weight_OGg)
-    parts = [scale_OG, 1.0 / scale_OG, *([] if zero_OG is None else [zero_OG])]
-    masked = [constant_OG] if constant_OG.any() else []
-    rows = max(1, _PIECE_ELEMENTS // num_features) if master_OI.device.type == "cpu" else num_rows
-    seen_OI = torch.empty(master_OI.shape, dtype=dtype, device=master_OI.device)
-    worst_OG = torch.empty_like(scale_OG)
-    memory = master_OI.new_empty(2, min(rows, num_rows), *weight_OGg.shape[1:])
-    for start in range(0, num_rows, rows):
-        piece = slice(start, start + rows)
-        steps_OGg, codes_OGg = memory[:, : len(weight_OGg[piece])]
-        grid = [part[piece, :, None] for part in parts]
-        _guess(weight_OGg[piece], grid, scheme, steps_OGg, codes_OGg, [part[piece, :, None] for part in masked])
-        torch.amax(steps_OGg.abs_(), -1, out=worst_OG[piece])
-        seen_OI[piece] = _weight(codes_OGg, grid).flatten(1)
-    clipped = _settle(seen_OI, weight_OGg, worst_OG, parts, scheme)
-    return Seen(seen_OI, clipped if len(clipped) else None)
+    low_N, high_N = (torch.cat([extreme(piece_Ng, -1) for piece_Ng in pieces]) for extreme in (torch.amin, torch.amax))
+    scale_N, zero_N, constant_N = choose_scale_zero(low_N, high_N, scheme)
+    if scale_N.min() < _SUBNORMALS_MATTER_BELOW:
+        weights = [flush(torch, weight_Ng) for weight_Ng in weights]
+        pieces = _split(weights, num_groups)
+    grid = [part_N[:, None] for part_N in (scale_N, 1.0 / scale_N, zero_N) if part_N is not None]
+    masked = [constant_N[:, None]] if constant_N.any() else []
+    seen_Ng = torch.empty(len(scale_N), length, dtype=dtype, device=device)
+    worst_N = torch.empty_like(scale_N)
+    memory = scale_N.new_empty(2, max(sizes), length)
+    cut = [part.split(sizes) for part in (seen_Ng, worst_N, *grid, *masked)]
+    for piece_Ng, to_Ng, far_N, *given in zip(pieces, *cut, strict=True):
+        steps_Ng, codes_Ng = memory[:, : len(piece_Ng)]
+        _guess(piece_Ng, given[: len(grid)], scheme, steps_Ng, codes_Ng, given[len(grid) :])
+        torch.amax(steps_Ng.abs_(), -1, out=far_N)
+        to_Ng.copy_(_weight(codes_Ng, given[: len(grid)]))
+    counts = [len(weight_Ng) for weight_Ng in weights]
+    clipped = _settle(seen_Ng, weights, worst_N, grid, scheme)
+    return [
+        Seen(weight_Ng.view_as(master_OI), indices if len(indices) else None)
+        for master_OI, weight_Ng, indices in zip(masters, seen_Ng.split(counts), clipped, strict=True)
+    ]
 
 
 def see_traced(master_OI: Tensor, scheme: Scheme, dtype: torch.dtype) -> Seen:
@@ -140,6 +163,10 @@ def see_traced(master_OI: Tensor, scheme: Scheme, dtype: torch.dtype) -> Seen:
     """
     codes = quantize(master_OI, scheme)
     return Seen(dequantize(codes, str(dtype).removeprefix("torch.")), is_clipped(master_OI, codes))
+
+
+def _split(weights: Sequence[Tensor], num_groups: int) -> list[Tensor]:
+    return [piece_Ng for weight_Ng in weights for piece_Ng in weight_Ng.split(num_groups)]
 
 
 def _guess(
@@ -171,32 +198,42 @@ def _weight(codes: Tensor, grid: list[Tensor]) -> Tensor:
     return codes.add_(zero[0]) if zero else codes
 
 
-def _settle(seen_OI: Tensor, weight_OGg: Tensor, worst_OG: Tensor, parts: list[Tensor], scheme: Scheme) -> Tensor:
+def _settle(
+    seen_Ng: Tensor, weights: Sequence[Tensor], worst_N: Tensor, grid: list[Tensor], scheme: Scheme
+) -> list[Tensor]:
     """Decide by the exact residual where the guess may be wrong: few groups hold such a weight.
 
     Args:
-        seen_OI: What the guesses stand for; is corrected.
-        weight_OGg: The weight.
-        worst_OG: The largest distance of a weight from its guess.
-        parts: See `_guess`.
+        seen_Ng: What the guesses stand for; is corrected.
+        weights: The weights, whose groups follow one another in the other arguments.
+        worst_N: The largest distance of a weight from its guess.
+        grid: See `_guess`.
         scheme: Of the codes.
 
     Returns:
-        Flat indices of what was clipped, ascending.
+        For each weight, flat indices of what was clipped, ascending.
     """
-    groups_N = (worst_OG.view(-1) > _CERTAIN).nonzero()[:, 0]
-    weight_Ng = weight_OGg.reshape(-1, weight_OGg.shape[-1])[groups_N]
-    grid = [part.view(-1)[groups_N, None] for part in parts]
-    steps_Ng, codes_Ng = torch.empty_like(weight_Ng), torch.empty_like(weight_Ng)
-    _guess(weight_Ng, grid, scheme, steps_Ng, codes_Ng)
-    row, column = (steps_Ng.abs_() > _CERTAIN).nonzero(as_tuple=True)
+    counts, length = [len(weight_Ng) for weight_Ng in weights], seen_Ng.shape[1]
+    doubtful = [(part_N > _CERTAIN).nonzero()[:, 0] for part_N in worst_N.split(counts)]
+    weight_Mg = torch.cat([weight_Ng[groups] for weight_Ng, groups in zip(weights, doubtful, strict=True)])
+    starts = list(accumulate(counts, initial=0))
+    groups_M = torch.cat([groups + start for groups, start in zip(doubtful, starts, strict=False)])
+    grid = [part[groups_M] for part in grid]
+    steps_Mg, codes_Mg = torch.empty_like(weight_Mg), torch.empty_like(weight_Mg)
+    _guess(weight_Mg, grid, scheme, steps_Mg, codes_Mg)
+    row, column = (steps_Mg.abs_() > _CERTAIN).nonzero(as_tuple=True)
     scale, inverse, *zero = (part[row, 0] for part in grid)
-    offset, guess = weight_Ng[row, column], codes_Ng[row, column]
+    offset, guess = weight_Mg[row, column], codes_Mg[row, column]
     if zero:
         offset = offset - zero[0]
     settled = guess + step(torch, guess, offset - guess * scale, scale * 0.5)
     settled.clamp_(scheme.qmin, scheme.qmax)
     beyond = step(torch, settled, offset - settled * scale, scale * 0.5) != 0.0
-    doubtful = groups_N[row] * weight_OGg.shape[-1] + column
-    seen_OI.view(-1)[doubtful] = _weight(settled, [scale, inverse, *zero]).to(seen_OI.dtype)
-    return doubtful[beyond]
+    places = groups_M[row] * length + column
+    seen_Ng.view(-1)[places] = _weight(settled, [scale, inverse, *zero]).to(seen_Ng.dtype)
+    clipped = places[beyond]
+    ends = torch.searchsorted(clipped, clipped.new_tensor(starts) * length)
+    return [
+        clipped[first:end] - start * length
+        for start, (first, end) in zip(starts, pairwise(ends.tolist()), strict=False)
+    ]

@@ -85,6 +85,7 @@ class Expert(nn.Module):
 
     def forward(self, x_MD: Tensor) -> Tensor:
         """Of any number of tokens, or none."""
+        Matrix.see_together((self.gate, self.up, self.down))
         return self.down(self._activation(self.gate(x_MD)) * self.up(x_MD))
 
 
@@ -137,6 +138,7 @@ class Layer(nn.Module):
 
     def forward(self, x_BND: Tensor, rows: Rows) -> Tensor:
         """Attention and MLP, each added to the stream."""
+        Matrix.see_together((self.q, self.k, self.v, self.o))
         inner_BND = self.input_norm(x_BND)
         mask_B1NN, cos_BN1h, sin_BN1h = rows.attentions[self._attention]
         q_BNHh = rotate(self.q_norm(self._heads(self.q(inner_BND))), cos_BN1h, sin_BN1h)
