@@ -9,12 +9,13 @@ the rounds' ratios. A batch of 1 runs in a model opened for one sequence, as a u
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 from importlib.metadata import version
 from pathlib import Path
+
+import numpy as np
 
 from llmq.backends import speed
 from llmq.backends.base import ModelOptions
@@ -42,30 +43,23 @@ def main() -> None:
     print("| batch | float32: prefill, decode, both tokens/s | int4 | ratios |\n|---|---|---|---|")
     for batch_size in BATCH_SIZES:
         rounds = measure([args.model, str(artifact)], batch_size, args.prompt_len, args.gen_len, args.rounds)
-        plain, int4 = ([statistics.median(column) for column in zip(*rates, strict=True)] for rates in rounds)
-        ratios = [[b / a for a, b in zip(*pair, strict=True)] for pair in zip(*rounds, strict=True)]
-        cells = [_cell(plain, 1), _cell(int4, 1), _cell([statistics.median(c) for c in zip(*ratios, strict=True)], 2)]
+        figures = [*np.median(rounds, axis=1), np.median(rounds[1] / rounds[0], axis=0)]
+        cells = [", ".join(f"{one:.{digits}f}" for one in row) for row, digits in zip(figures, (1, 1, 2), strict=True)]
         print(f"| {batch_size} | {' | '.join(cells)} |", flush=True)
 
 
-def measure(
-    models: list[str], batch_size: int, prompt_len: int, gen_len: int, num_rounds: int
-) -> list[list[tuple[float, float, float]]]:
-    """Tokens a second of prompts, of answers and of both, for each model and round."""
+def measure(models: list[str], batch_size: int, prompt_len: int, gen_len: int, num_rounds: int) -> np.ndarray:
+    """Tokens a second of prompts, of answers and of both: `[models, rounds, 3]`."""
     options = ModelOptions(dtype="float32", num_slots=batch_size, max_len=prompt_len + gen_len)
     opened = [load_backend("tpu").open_model(load_weights(model), options) for model in models]
     states = [model.warmup(model.init_state()) for model in opened]
-    found: list[list[tuple[float, float, float]]] = [[] for _ in models]
-    for _ in range(num_rounds):
+    found = np.empty((len(models), num_rounds, 3))
+    for turn in range(num_rounds):
         for index, model in enumerate(opened):
             states[index], (_, prefill, decode) = speed.run_once(model, states[index], batch_size, prompt_len, gen_len)
             prompts, answers = batch_size * prompt_len, batch_size * (gen_len - 1)
-            found[index].append((prompts / prefill, answers / decode, (prompts + answers) / (prefill + decode)))
+            found[index, turn] = prompts / prefill, answers / decode, (prompts + answers) / (prefill + decode)
     return found
-
-
-def _cell(figures: list[float], digits: int) -> str:
-    return ", ".join(f"{figure:.{digits}f}" for figure in figures)
 
 
 if __name__ == "__main__":

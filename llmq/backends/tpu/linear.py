@@ -167,9 +167,7 @@ class EinsumLinear:
 
     def __call__(self, x_MI: jax.Array) -> jax.Array:
         """See `Linear.__call__`."""
-        weight_GgO = _float32(self.values_GgO) * _float32(self.scale_GO)[:, None]
-        if self.zero_GO is not None:
-            weight_GgO += _float32(self.zero_GO)[:, None]
+        weight_GgO = _dequantized(self.values_GgO, self.scale_GO, self.zero_GO)
         # Whole pairs for each of up to eight devices that share the groups.
         in_pairs = weight_GgO.shape[0] % 16 == 0 and x_MI.shape[0] >= PAIRS_FROM.get(self.chip or "", math.inf)
         groups, form = ((-1, 2), "NrPpg,PpgO->NrO") if in_pairs else ((-1,), "NrGg,GgO->NrO")
@@ -253,9 +251,7 @@ class ScanLinear:
         x_MBhb = x_MI.reshape(x_MI.shape[0], num_blocks, len(halves), -1)
         y_MO = jnp.zeros((x_MI.shape[0], num_outputs), jnp.float32)
         for half, values_BbO in enumerate(halves):
-            weight_BbO = _float32(values_BbO) * self.scale_GO[:, None]
-            if self.zero_GO is not None:
-                weight_BbO += self.zero_GO[:, None]
+            weight_BbO = _dequantized(values_BbO, self.scale_GO, self.zero_GO)
             weight_IO = lax.optimization_barrier(weight_BbO.astype(x_MI.dtype).reshape(-1, num_outputs))
             x_half = x_MBhb[:, :, half].reshape(x_MI.shape[0], -1)
             y_MO += jnp.dot(x_half, weight_IO, preferred_element_type=jnp.float32)
@@ -355,6 +351,12 @@ def _transposed(zero_OG: np.ndarray | None) -> np.ndarray | None:
 
 def _float32(array: Leaf) -> jax.Array:
     return array.astype(jnp.float32)
+
+
+def _dequantized(values_GgO: Leaf, scale_GO: Leaf, zero_GO: Leaf | None) -> jax.Array:
+    """float32 `[G, g, O]`; a grid of one group is that of all blocks."""
+    weight_GgO = _float32(values_GgO) * _float32(scale_GO)[:, None]
+    return weight_GgO if zero_GO is None else weight_GgO + _float32(zero_GO)[:, None]
 
 
 def _zero_part(x_MGg: jax.Array, zero_GO: Leaf | None) -> jax.Array | float:
