@@ -1,7 +1,7 @@
 """What fake quantization costs a training step, as a ratio measured in one run.
 
     python benchmarks/qat_step.py MODEL [--backend gpu] [--dtype bfloat16] [--scheme int4_blockwise] [--groupsize 64]
-        [--activation int8] [--repeats 4]
+        [--activation int8] [--compile] [--repeats 4]
 
 Steps with and without fake quantization of every linear take turns on the same trainer; the figure is
 the ratio of their medians in CPU seconds of this process (of wall time on an accelerator).
@@ -32,6 +32,7 @@ def main() -> None:
     parser.add_argument("--scheme", default="int4_blockwise")
     parser.add_argument("--groupsize", type=int, help="of a blockwise scheme")
     parser.add_argument("--activation", default="none")
+    parser.add_argument("--compile", action="store_true")
     parser.add_argument("--rows", type=int, default=2)
     parser.add_argument("--seq-len", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=4)
@@ -47,7 +48,12 @@ def main() -> None:
     trainer = plugin.open_trainer(
         weights,
         TrainOptions(
-            device=device, dtype=options.dtype, max_len=options.seq_len, schemes=schemes, rounded_inputs=rounded
+            device=device,
+            dtype=options.dtype,
+            max_len=options.seq_len,
+            schemes=schemes,
+            rounded_inputs=rounded,
+            compile=options.compile,
         ),
     )
     shape = (options.rows, options.seq_len)

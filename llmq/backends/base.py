@@ -565,6 +565,7 @@ class TrainOptions:
         weight_decay: Of AdamW, on matrices.
         clip: Largest norm of the gradient; None leaves it as it is.
         recompute: Recompute activations in the backward pass rather than keep them.
+        compile: Compile fake quantization, where the framework need not.
         teacher: Learn from the predictions of this model as well. The model that adapters are trained for shares
             its weights with them, in one process.
         teacher_device: Where another one computes, ``cpu``; None lets it share `device`.
@@ -585,6 +586,7 @@ class TrainOptions:
     weight_decay: float = 0.0
     clip: float | None = 1.0
     recompute: bool = False
+    compile: bool = False
     teacher: ModelWeights | None = None
     teacher_device: TeacherDevice | None = None
     kd_weight: float = 0.5

@@ -57,6 +57,7 @@ def qat(
     baseline: Annotated[bool | None, typer.Option("--baseline", help="Train without fake quantization first, to see what it gains.", show_default=False)] = None,
     seed: Annotated[int | None, typer.Option("--seed", help="Of the order of rows and of adapters. Default: 0.", show_default=False)] = None,
     activation_checkpointing: Annotated[bool | None, typer.Option("--activation-checkpointing", help="Recompute activations in the backward pass: less memory, more time.", show_default=False)] = None,
+    compiled: Annotated[bool | None, typer.Option("--compile", help="Compile fake quantization with torch.compile, on a CPU: faster steps of the same bits, a slower start.", show_default=False)] = None,
     mesh: Annotated[str | None, typer.Option("--mesh", help="Layout of several devices: dp copies of the weights, each shared by fsdp devices, as dp=2,fsdp=4. Default: one copy.", show_default=False)] = None,
     save_every: Annotated[int | None, typer.Option("--save-every", help="Steps between checkpoints, beside the output.", show_default=False)] = None,
     keep: Annotated[int | None, typer.Option("--keep", help="Checkpoints to keep while the run lasts. Default: 1.", show_default=False)] = None,
@@ -76,6 +77,8 @@ def qat(
     from llmq.qat.recipe import Recipe, read_recipe, write_recipe
 
     given = {name: ctx.params[name] for name in Recipe.model_fields if ctx.params.get(name) is not None}
+    if compiled is not None:
+        given["compile"] = compiled
     parts = {
         "quantization": options.named_fields(ctx),
         "lora": {"rank": lora_rank, "alpha": lora_alpha, "targets": lora_targets},

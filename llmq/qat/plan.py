@@ -57,7 +57,7 @@ class Plan:
     @property
     def facts(self) -> dict[str, Any]:
         """What must be the same for a run to be resumed."""
-        facts = self.recipe.model_dump(mode="json", exclude={"keep", "save_every", "eval_every", "mesh"})
+        facts = self.recipe.model_dump(mode="json", exclude={"keep", "save_every", "eval_every", "mesh", "compile"})
         sizes = {name: path.stat().st_size for name, path in self.weights.reader.files.items()}
         return {**facts, "num_steps": self.num_steps, "files": sizes, "tokens": _hash(self.steps[0])}
 
@@ -154,6 +154,7 @@ def train_options(plan: Plan, device: str | None) -> TrainOptions:
         weight_decay=recipe.weight_decay,
         clip=recipe.clip,
         recompute=recipe.activation_checkpointing,
+        compile=recipe.compile,
         **_lessons(plan),
     )
 

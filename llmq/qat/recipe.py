@@ -103,6 +103,7 @@ class Recipe(Frozen):
         seed: Of the order of rows, and of adapters.
         dtype: Compute type; None takes what the device is good at. Master weights are float32.
         activation_checkpointing: Recompute activations in the backward pass rather than keep them.
+        compile: Compile fake quantization (torch on a CPU); the bits are the same.
         save_every: Steps between checkpoints; None keeps none.
         keep: Checkpoints that are kept while the run lasts, the newest ones.
         mesh: Layout of the devices that train together; None shares one copy of the weights among all.
@@ -140,6 +141,7 @@ class Recipe(Frozen):
     seed: Annotated[int, Field(ge=0)] = 0
     dtype: TrainingType | None = None
     activation_checkpointing: bool = False
+    compile: bool = False
     save_every: _Count | None = None
     keep: _Count = 1
     mesh: Mesh | None = None

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from llmq.backends.base import InferenceModel, ModelOptions, SlotSampling
-from llmq.backends.gpu import compiled
+from llmq.backends.gpu import compiler
 from llmq.backends.gpu.backend import GPUBackend
 from llmq.backends.registry import load_backend
 from llmq.checkpoint.loader import load_weights
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module", autouse=True)
 def _programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    if reason := compiled.compiler_refusal(CPU):
+    if reason := compiler.compiler_refusal(CPU):
         pytest.skip(f"torch.compile {reason}")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("programs")))
@@ -71,9 +71,9 @@ def test_without_a_compiler_a_sentence_says_so(tmp_path: Path, monkeypatch: pyte
         "compile: needs a C++ compiler, and no-such-compiler is not here; install it, or leave --compile out."
     )
     monkeypatch.setenv("CXX", shutil.which("true") or sys.executable)
-    monkeypatch.setattr(compiled.sysconfig, "get_path", lambda _: str(tmp_path))
-    assert "Python's C headers" in compiled.compiler_refusal(CPU)
-    assert compiled.compiler_refusal(torch.device("cuda")) == ""
+    monkeypatch.setattr(compiler.sysconfig, "get_path", lambda _: str(tmp_path))
+    assert "Python's C headers" in compiler.compiler_refusal(CPU)
+    assert compiler.compiler_refusal(torch.device("cuda")) == ""
 
 
 def test_backends_that_need_no_compiling_say_so(tmp_path: Path) -> None:

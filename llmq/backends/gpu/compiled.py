@@ -10,12 +10,8 @@ Shape letters: B rows of a step, D hidden, A = H * h.
 """
 
 import itertools
-import os
-import shutil
-import sysconfig
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,30 +19,12 @@ from torch import Tensor
 from torch._dynamo import mark_dynamic
 
 from llmq.backends.gpu.attention import StepPlace
+from llmq.backends.gpu.compiler import prepare
 from llmq.backends.gpu.model import Decoder, Layer, RowFunction, Turn
 from llmq.errors import BackendError
 
 #: Closes a layer and opens the next: gives the stream, queries, keys and values.
 Between = Callable[[Layer, Layer, Tensor, Tensor, Turn], tuple[Tensor, ...]]
-
-
-def compiler_refusal(device: torch.device) -> str:
-    """Why nothing can be compiled here.
-
-    Args:
-        device: For which device.
-
-    Returns:
-        The reason and the way out; empty when it can.
-    """
-    if device.type != "cpu":
-        return ""
-    names = [os.environ["CXX"]] if "CXX" in os.environ else ["g++", "clang++"]
-    if not any(map(shutil.which, names)):
-        return f"needs a C++ compiler, and {' or '.join(names)} is not here; install it, or leave --compile out"
-    if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
-        return "needs Python's C headers, and they are not here; install them, or leave --compile out"
-    return ""
 
 
 class CompiledDecoder:
@@ -69,9 +47,7 @@ class CompiledDecoder:
             raise BackendError(
                 f"compile: the experts of a {decoder.config.architecture} are chosen as each step runs; leave --compile out."
             )
-        if reason := compiler_refusal(self.device):
-            raise BackendError(f"compile: {reason}.")
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(_cache_directory()))
+        prepare(self.device)
         self._decoder, self.num_compiles = decoder, 0
         self._programs: dict[tuple[object, ...], Between] = {}
         pairs = list(itertools.pairwise(decoder.layers))
@@ -136,11 +112,6 @@ class CompiledDecoder:
             warnings.simplefilter("ignore")
             program(closed, opened, x_BD, attended_BA, turns[0])
         return program
-
-
-def _cache_directory() -> Path:
-    """Where programs are kept for the next run."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llmq" / "programs"
 
 
 def _kind(layer: Layer) -> tuple[object, ...]:

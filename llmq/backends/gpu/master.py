@@ -24,6 +24,7 @@ class Matrix(nn.Module):
         weight_OI: float32.
         scheme: Its grid, if it is to be quantized.
         dtype: Compute type.
+        compiled: As for `see`.
 
     Attributes:
         name: Of the tensor in the checkpoint.
@@ -31,9 +32,11 @@ class Matrix(nn.Module):
         keeps_seen: Whether what the forward pass sees is kept between passes.
     """
 
-    def __init__(self, name: str, weight_OI: Tensor, scheme: Scheme | None, dtype: torch.dtype) -> None:
+    def __init__(
+        self, name: str, weight_OI: Tensor, scheme: Scheme | None, dtype: torch.dtype, *, compiled: bool
+    ) -> None:
         super().__init__()
-        self.name, self.scheme, self.dtype = name, scheme, dtype
+        self.name, self.scheme, self.dtype, self._compiled = name, scheme, dtype, compiled
         self.weight = nn.Parameter(weight_OI)
         self.factor = 0.0
         self.keeps_seen = True
@@ -64,7 +67,7 @@ class Matrix(nn.Module):
         recompute activations, share it.
         """
         merged_OI = self.merged() if self._adapted else self.weight
-        seen = self._seen or see(merged_OI.detach(), self._grid(), self.dtype)
+        seen = self._seen or see(merged_OI.detach(), self._grid(), self.dtype, compiled=self._compiled)
         self._seen = seen if self.keeps_seen else None
         return straight_through(merged_OI, seen)
 
@@ -76,7 +79,7 @@ class Matrix(nn.Module):
         """Compute at once what several are about to be asked for; those with an adapter see to themselves.
 
         Args:
-            matrices: Of one compute type.
+            matrices: Of one model.
         """
         alike: dict[tuple[Scheme | None, int], list[Matrix]] = defaultdict(list)
         for matrix in matrices:
@@ -84,7 +87,8 @@ class Matrix(nn.Module):
                 scheme = matrix._grid()
                 alike[scheme, (scheme and scheme.group_size) or matrix.weight.shape[1]].append(matrix)
         for (scheme, _), some in alike.items():
-            seen = see_all([matrix.weight.detach() for matrix in some], scheme, some[0].dtype)
+            first, masters = some[0], [matrix.weight.detach() for matrix in some]
+            seen = see_all(masters, scheme, first.dtype, compiled=first._compiled)
             for matrix, of_matrix in zip(some, seen, strict=True):
                 matrix._seen = of_matrix
 
@@ -99,6 +103,7 @@ class Linear(Matrix):
         dtype: Compute type.
         bias_O: float32, or None.
         rounds_inputs: Whether x is rounded to int8 whenever the forward pass sees the grid.
+        compiled: As for `see`.
     """
 
     def __init__(
@@ -110,8 +115,9 @@ class Linear(Matrix):
         bias_O: Tensor | None,
         *,
         rounds_inputs: bool,
+        compiled: bool,
     ) -> None:
-        super().__init__(name, weight_OI, scheme, dtype)
+        super().__init__(name, weight_OI, scheme, dtype, compiled=compiled)
         self.bias = None if bias_O is None else nn.Parameter(bias_O)
         self._rounds_inputs = rounds_inputs
 

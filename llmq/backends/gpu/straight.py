@@ -10,8 +10,10 @@ the exact residual is computed only where the guess lies near a tie or was clipp
 Suffixes: O output features, I input features, g features a group, N groups, M groups that hold a doubtful weight.
 """
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -89,28 +91,32 @@ class _Straight(torch.autograd.Function):
         return grad_OI, None, None
 
 
-def see(master_OI: Tensor, scheme: Scheme | None, dtype: torch.dtype) -> Seen:
+def see(master_OI: Tensor, scheme: Scheme | None, dtype: torch.dtype, *, compiled: bool = False) -> Seen:
     """Fake-quantize a weight.
 
     Args:
         master_OI: float32, contiguous, finite.
         scheme: The grid, group size settled; None only rounds to the compute type.
         dtype: Compute type.
+        compiled: Do what takes every weight in a program of torch.compile, on a CPU; the bits are the same.
 
     Returns:
         What the forward pass sees.
     """
-    return see_all([master_OI], scheme, dtype)[0]
+    return see_all([master_OI], scheme, dtype, compiled=compiled)[0]
 
 
 @torch.no_grad()
-def see_all(masters: Sequence[Tensor], scheme: Scheme | None, dtype: torch.dtype) -> list[Seen]:
+def see_all(
+    masters: Sequence[Tensor], scheme: Scheme | None, dtype: torch.dtype, *, compiled: bool = False
+) -> list[Seen]:
     """Fake-quantize weights on the same grid: what is done once a call takes as long as the rest for one of them.
 
     Args:
         masters: As for `see`; the same number of features a group.
         scheme: As for `see`.
         dtype: Likewise.
+        compiled: Likewise.
 
     Returns:
         What the forward pass sees of each; the weights share their memory.
@@ -121,28 +127,10 @@ def see_all(masters: Sequence[Tensor], scheme: Scheme | None, dtype: torch.dtype
     if device.type == "xla":
         return [see_traced(master_OI, scheme, dtype) for master_OI in masters]
     length = scheme.group_size or masters[0].shape[1]
-    num_groups = max(1, _PIECE_ELEMENTS // length) if device.type == "cpu" else max(map(torch.numel, masters))
     weights = [master_OI.view(-1, length) for master_OI in masters]
-    pieces = _split(weights, num_groups)
-    sizes = [len(piece_Ng) for piece_Ng in pieces]
-    # Two reductions are eight times as fast as aminmax.
-    low_N, high_N = (torch.cat([extreme(piece_Ng, -1) for piece_Ng in pieces]) for extreme in (torch.amin, torch.amax))
-    scale_N, zero_N, constant_N = choose_scale_zero(low_N, high_N, scheme)
-    if scale_N.min() < _SUBNORMALS_MATTER_BELOW:
-        weights = [flush(torch, weight_Ng) for weight_Ng in weights]
-        pieces = _split(weights, num_groups)
-    grid = [part_N[:, None] for part_N in (scale_N, 1.0 / scale_N, zero_N) if part_N is not None]
-    masked = [constant_N[:, None]] if constant_N.any() else []
-    seen_Ng = torch.empty(len(scale_N), length, dtype=dtype, device=device)
-    worst_N = torch.empty_like(scale_N)
-    memory = scale_N.new_empty(2, max(sizes), length)
-    cut = [part.split(sizes) for part in (seen_Ng, worst_N, *grid, *masked)]
-    for piece_Ng, to_Ng, far_N, *given in zip(pieces, *cut, strict=True):
-        steps_Ng, codes_Ng = memory[:, : len(piece_Ng)]
-        _guess(piece_Ng, given[: len(grid)], scheme, steps_Ng, codes_Ng, given[len(grid) :])
-        torch.amax(steps_Ng.abs_(), -1, out=far_N)
-        to_Ng.copy_(_weight(codes_Ng, given[: len(grid)]))
     counts = [len(weight_Ng) for weight_Ng in weights]
+    seen_Ng = torch.empty(sum(counts), length, dtype=dtype, device=device)
+    worst_N, *grid = (_guess_compiled if compiled else _guess_all)(weights, seen_Ng, scheme)
     clipped = _settle(seen_Ng, weights, worst_N, grid, scheme)
     return [
         Seen(weight_Ng.view_as(master_OI), indices if len(indices) else None)
@@ -163,6 +151,80 @@ def see_traced(master_OI: Tensor, scheme: Scheme, dtype: torch.dtype) -> Seen:
     """
     codes = quantize(master_OI, scheme)
     return Seen(dequantize(codes, str(dtype).removeprefix("torch.")), is_clipped(master_OI, codes))
+
+
+def _guess_all(weights: Sequence[Tensor], seen_Ng: Tensor, scheme: Scheme) -> list[Tensor]:
+    """A guess at what is seen of every weight.
+
+    Args:
+        weights: Whose groups follow one another in the rest.
+        seen_Ng: Takes what the guesses stand for.
+        scheme: Of the codes.
+
+    Returns:
+        The largest distance of a group's weights from their guesses, `[N]`, and the grid, see `_guess`.
+    """
+    length, is_cpu = seen_Ng.shape[1], seen_Ng.device.type == "cpu"
+    num_groups = max(1, _PIECE_ELEMENTS // length) if is_cpu else len(seen_Ng)
+    pieces = _split(weights, num_groups)
+    sizes = [len(piece_Ng) for piece_Ng in pieces]
+    # Two reductions are eight times as fast as aminmax.
+    low_N, high_N = (torch.cat([extreme(piece_Ng, -1) for piece_Ng in pieces]) for extreme in (torch.amin, torch.amax))
+    scale_N, zero_N, constant_N = choose_scale_zero(low_N, high_N, scheme)
+    if scale_N.min() < _SUBNORMALS_MATTER_BELOW:
+        pieces = _split([flush(torch, weight_Ng) for weight_Ng in weights], num_groups)
+    grid = _columns(scale_N, zero_N)
+    masked = [constant_N[:, None]] if constant_N.any() else []
+    worst_N = torch.empty_like(scale_N)
+    memory = scale_N.new_empty(2, max(sizes), length)
+    cut = [part.split(sizes) for part in (seen_Ng, worst_N, *grid, *masked)]
+    for piece_Ng, to_Ng, far_N, *given in zip(pieces, *cut, strict=True):
+        steps_Ng, codes_Ng = memory[:, : len(piece_Ng)]
+        _guess(piece_Ng, given[: len(grid)], scheme, steps_Ng, codes_Ng, given[len(grid) :])
+        torch.amax(steps_Ng.abs_(), -1, out=far_N)
+        to_Ng.copy_(_weight(codes_Ng, given[: len(grid)]))
+    return [worst_N, *grid]
+
+
+def _guess_compiled(weights: Sequence[Tensor], seen_Ng: Tensor, scheme: Scheme) -> list[Tensor]:
+    """`_guess_all` by a program for each weight."""
+    program, sizes = _program(scheme), [len(weight_Ng) for weight_Ng in weights]
+    guessed = [program(*given) for given in zip(weights, seen_Ng.split(sizes), strict=True)]
+    worst_N, *grid = map(torch.cat, zip(*guessed, strict=True))
+    if grid[0].min() < _SUBNORMALS_MATTER_BELOW:
+        return _guess_all(weights, seen_Ng, scheme)
+    return [worst_N, *grid]
+
+
+@cache
+def _program(scheme: Scheme) -> Callable[[Tensor, Tensor], list[Tensor]]:
+    """For any number of groups of any length; a subnormal must be nothing to its group."""
+
+    def guess_all(weight_Ng: Tensor, seen_Ng: Tensor) -> list[Tensor]:
+        scale_N, zero_N, constant_N = choose_scale_zero(weight_Ng.amin(-1), weight_Ng.amax(-1), scheme)
+        grid = _columns(scale_N, zero_N)
+        steps_Ng, codes_Ng = torch.empty_like(weight_Ng), torch.empty_like(weight_Ng)
+        _guess(weight_Ng, grid, scheme, steps_Ng, codes_Ng, [constant_N[:, None]])
+        seen_Ng.copy_(_weight(codes_Ng, grid))
+        return [steps_Ng.abs_().amax(-1), *grid]
+
+    # No product is contracted with a sum unless the compiler is told to; casts it would leave out.
+    options: dict[str, Any] = {"emulate_precision_casts": True}
+    compiled: Any = torch.compile(  # pyright: ignore[reportCallIssue]
+        guess_all, fullgraph=True, dynamic=True, isolate_recompiles=True, options=options
+    )
+
+    def run(weight_Ng: Tensor, seen_Ng: Tensor) -> list[Tensor]:
+        with warnings.catch_warnings():  # torch warns of what it traces through
+            warnings.simplefilter("ignore")
+            return compiled(weight_Ng, seen_Ng)
+
+    return run
+
+
+def _columns(scale_N: Tensor, zero_N: Tensor | None) -> list[Tensor]:
+    """The grid as `_guess` takes it."""
+    return [part_N[:, None] for part_N in (scale_N, 1.0 / scale_N, zero_N) if part_N is not None]
 
 
 def _split(weights: Sequence[Tensor], num_groups: int) -> list[Tensor]:
@@ -199,7 +261,7 @@ def _weight(codes: Tensor, grid: list[Tensor]) -> Tensor:
 
 
 def _settle(
-    seen_Ng: Tensor, weights: Sequence[Tensor], worst_N: Tensor, grid: list[Tensor], scheme: Scheme
+    seen_Ng: Tensor, weights: Sequence[Tensor], worst_N: Tensor, grid: Sequence[Tensor], scheme: Scheme
 ) -> list[Tensor]:
     """Decide by the exact residual where the guess may be wrong: few groups hold such a weight.
 
@@ -216,6 +278,7 @@ def _settle(
     counts, length = [len(weight_Ng) for weight_Ng in weights], seen_Ng.shape[1]
     doubtful = [(part_N > _CERTAIN).nonzero()[:, 0] for part_N in worst_N.split(counts)]
     weight_Mg = torch.cat([weight_Ng[groups] for weight_Ng, groups in zip(weights, doubtful, strict=True)])
+    weight_Mg = flush(torch, weight_Mg)
     starts = list(accumulate(counts, initial=0))
     groups_M = torch.cat([groups + start for groups, start in zip(doubtful, starts, strict=False)])
     grid = [part[groups_M] for part in grid]

@@ -9,6 +9,7 @@ from torch import nn
 
 from llmq.backends.base import ComputeType, ModelOptions, StepResult, TrainBatch, TrainOptions
 from llmq.backends.gpu import xla
+from llmq.backends.gpu.compiler import prepare
 from llmq.backends.gpu.device import DTYPES, choose_device
 from llmq.backends.gpu.linear import to_tensor
 from llmq.backends.gpu.master import Matrix
@@ -16,6 +17,7 @@ from llmq.backends.gpu.optimizer import open_optimizer
 from llmq.backends.gpu.trainable import Taught, TrainableDecoder
 from llmq.backends.gpu.world import World, to_numpy, whole
 from llmq.checkpoint.loader import ModelWeights
+from llmq.errors import BackendError
 
 
 class TorchTrainer:
@@ -36,6 +38,12 @@ class TorchTrainer:
         name = xla.device_name() if self._is_traced else str(device)
         self.device = f"{self._world.size} x {name}" if self._world.size > 1 else name
         self._clip = options.clip
+        if options.compile:
+            if device.type != "cpu":
+                raise BackendError(
+                    f"compile: fake quantization is compiled for a CPU, not for {device.type}; leave --compile out."
+                )
+            prepare(device)
         self._looking: bool | None = None  # at the grid or not; None when weights have changed since
         self._model = TrainableDecoder(
             weights,
@@ -45,6 +53,7 @@ class TorchTrainer:
             self._device,
             DTYPES[dtype],
             recompute=options.recompute,
+            compiled=options.compile,
             static=self._is_traced,
         )
         self._teacher = self._open_teacher(weights, options)

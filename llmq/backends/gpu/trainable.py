@@ -175,6 +175,7 @@ class TrainableDecoder(nn.Module):
         static: Compute the loss of every token and mask the attention of every batch, so that the computation
             depends on the shape of a batch only.
         master: Type of master weights.
+        compiled: As for `straight.see`.
     """
 
     def __init__(
@@ -189,9 +190,10 @@ class TrainableDecoder(nn.Module):
         recompute: bool = False,
         static: bool = False,
         master: torch.dtype = torch.float32,
+        compiled: bool = False,
     ) -> None:
         super().__init__()
-        loader = _Loader(weights, schemes, rounded_inputs, device, dtype, master)
+        loader = _Loader(weights, schemes, rounded_inputs, device, dtype, master, compiled=compiled)
         self.config = config = weights.config
         self._device, self._recompute, self._static = device, recompute, static
         self.embedding = loader.linear(EMBEDDING.removesuffix(".weight"))
@@ -294,16 +296,25 @@ class _Loader:
         device: torch.device,
         dtype: torch.dtype,
         master: torch.dtype,
+        *,
+        compiled: bool,
     ) -> None:
-        self._type, self._rounded_inputs = master, rounded_inputs
+        self._type, self._rounded_inputs, self._compiled = master, rounded_inputs, compiled
         self.config = weights.config
         self._weights, self._schemes, self._device, self._dtype = weights, schemes, device, dtype
 
     def linear(self, name: str) -> Linear:
         key = f"{name}.weight"
         bias_O = self._master(f"{name}.bias") if f"{name}.bias" in self._weights else None
-        rounds = key in self._rounded_inputs
-        return Linear(key, self._master(key), self._schemes.get(key), self._dtype, bias_O, rounds_inputs=rounds)
+        return Linear(
+            key,
+            self._master(key),
+            self._schemes.get(key),
+            self._dtype,
+            bias_O,
+            rounds_inputs=key in self._rounded_inputs,
+            compiled=self._compiled,
+        )
 
     def norm(self, key: str) -> Norm:
         return Norm(key, self._master(key), self.config.norm_eps, self.config.norm_offset)

@@ -81,6 +81,8 @@ class JaxTrainer:
                 f"optimizer={options.optimizer!r}: the tpu backend holds AdamW's moments in float32; use adamw, or "
                 "--backend gpu."
             )
+        if options.compile:
+            raise BackendError("compile: the tpu backend compiles everything anyway; leave --compile out.")
         device = open_device(options.device)
         on_cpu = device.platform == "cpu"
         self.dtype: ComputeType = options.dtype or ("float32" if on_cpu else "bfloat16")
