@@ -11,6 +11,7 @@ from torch import nn
 
 from llmq.backends import reference
 from llmq.backends.base import Adapters, ModelOptions, Run, TrainBatch, Trainer, TrainOptions
+from llmq.backends.gpu.compiler import compiler_refusal
 from llmq.backends.gpu.optimizer import AdamW8bit
 from llmq.backends.registry import load_backend
 from llmq.checkpoint.loader import ModelWeights, load_weights
@@ -269,6 +270,23 @@ def test_moments_of_8_bits_are_refused_where_there_are_none(
         BackendError, match=r"optimizer='adamw8bit': needs torchao, .*; install llmq\[qat\], or use adamw"
     ):
         open_trainer("gpu", weights, optimizer="adamw8bit")
+
+
+@pytest.mark.slow
+def test_compiled_fake_quantization_changes_nothing(
+    weights: ModelWeights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(BackendError, match="compile: the tpu backend compiles everything anyway; leave --compile out"):
+        open_trainer("tpu", weights, compile=True)
+    if reason := compiler_refusal(torch.device("cpu")):
+        pytest.skip(f"torch.compile {reason}")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    schemes = schemes_for(weights, GRIDS[0])
+    steps = [
+        [trainer.step([one_document()], 1e-3, quantized=quantized) for quantized in (False, True, True)]
+        for trainer in (open_trainer("gpu", weights, schemes=schemes, compile=on) for on in (False, True))
+    ]
+    assert steps[0] == steps[1]
 
 
 def test_recomputed_activations_change_nothing(backend: str, weights: ModelWeights) -> None:

@@ -10,11 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llmq.backends.gpu.compiler import compiler_refusal
 from llmq.backends.gpu.straight import see, see_all, straight_through
 from llmq.config import Scheme
 from llmq.quant import QTensor, dequantize, quantize
 from llmq.quant.gradient import is_clipped
-from tests.quant.cases import SCHEMES, matrices
+from tests.quant.cases import KINDS, SCHEMES, matrices
 
 SHAPES = ((1, 64), (3, 64), (5, 192), (2, 320))
 
@@ -61,6 +62,30 @@ def test_weights_seen_together_are_seen_as_each_alone(scheme: Scheme) -> None:
         assert torch.equal(seen.weight_OI, alone.weight_OI)
         clipped = np.zeros(0) if seen.clipped is None else seen.clipped.numpy()
         np.testing.assert_array_equal(clipped, np.flatnonzero(is_clipped(weight, quantize(weight, scheme))))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_bits", [4, 8])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_a_compiled_program_sees_the_same_bits(
+    num_bits: int, symmetric: bool, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if reason := compiler_refusal(torch.device("cpu")):
+        pytest.skip(f"torch.compile {reason}")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("programs")))
+    rng = np.random.default_rng(0)
+    ordinary = [kind for kind in KINDS if not kind.startswith(("subnormal", "any"))]
+    for length in (64, 192):
+        scheme = Scheme(num_bits=num_bits, granularity="blockwise", symmetric=symmetric, group_size=length)
+        for kinds in (ordinary, list(KINDS)):  # some of the others are refused a program: their subnormals matter
+            groups = [KINDS[kind](rng, 192) for kind in kinds * 40]
+            masters = list(torch.from_numpy(np.clip(np.stack(groups), -1e36, 1e36).astype(np.float32)).split(300))
+            both = [see_all(masters, scheme, torch.bfloat16, compiled=compiled) for compiled in (False, True)]
+            for seen, by_program in zip(*both, strict=True):
+                assert torch.equal(seen.weight_OI, by_program.weight_OI)
+                assert seen.clipped is not None
+                assert by_program.clipped is not None
+                assert torch.equal(seen.clipped, by_program.clipped)
 
 
 def lies_beyond(weight: float, scale: float, zero: float, scheme: Scheme) -> bool:
