@@ -141,7 +141,10 @@ def test_the_recipe_is_shown_and_read_back(tmp_path: Path) -> None:
         ),
         (["--data", "missing.txt"], "missing.txt: cannot be read as UTF-8 text (No such file or directory)."),
         (["--backend", "reference"], "backend='reference': does not train; use cpu, gpu or tpu."),
-        (["--compile", "--backend", "tpu"], "compile: the tpu backend compiles everything anyway; leave --compile out."),
+        (
+            ["--compile", "--backend", "tpu"],
+            "compile: the tpu backend compiles everything anyway; leave --compile out.",
+        ),
         (["--seq-len", "9999"], "seq_len=9999: must be at most the model's context, 512."),
     ],
 )

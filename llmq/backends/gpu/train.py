@@ -76,7 +76,8 @@ class TorchTrainer:
             return self._model
         device = torch.device(options.teacher_device) if options.teacher_device else self._device
         own = DTYPES[self.dtype]
-        teacher = TrainableDecoder(options.teacher, {}, (), options.max_len, device, own, master=own)
+        static = self._is_traced  # as many rows as the model
+        teacher = TrainableDecoder(options.teacher, {}, (), options.max_len, device, own, static=static, master=own)
         return teacher.requires_grad_(False)
 
     def _named_parameters(self) -> dict[str, nn.Parameter]:
