@@ -13,7 +13,6 @@ Suffixes: O output features, I input features, g features a group, N groups, M g
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -33,6 +32,10 @@ _CERTAIN = 0.4999
 
 #: From this scale on a subnormal weight is zero to its group, see `llmq.quant.rows`.
 _SUBNORMALS_MATTER_BELOW = 2.0**-100
+
+
+#: Those of `_program` made so far.
+_PROGRAMS: dict[Scheme, Callable[[Tensor, Tensor], list[Tensor]]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +191,9 @@ def _guess_all(weights: Sequence[Tensor], seen_Ng: Tensor, scheme: Scheme) -> li
 
 def _guess_compiled(weights: Sequence[Tensor], seen_Ng: Tensor, scheme: Scheme) -> list[Tensor]:
     """`_guess_all` by a program for each weight."""
-    program, sizes = _program(scheme), [len(weight_Ng) for weight_Ng in weights]
+    if scheme not in _PROGRAMS:
+        _PROGRAMS[scheme] = _program(scheme)
+    program, sizes = _PROGRAMS[scheme], [len(weight_Ng) for weight_Ng in weights]
     guessed = [program(*given) for given in zip(weights, seen_Ng.split(sizes), strict=True)]
     worst_N, *grid = map(torch.cat, zip(*guessed, strict=True))
     if grid[0].min() < _SUBNORMALS_MATTER_BELOW:
@@ -196,7 +201,6 @@ def _guess_compiled(weights: Sequence[Tensor], seen_Ng: Tensor, scheme: Scheme) 
     return [worst_N, *grid]
 
 
-@cache
 def _program(scheme: Scheme) -> Callable[[Tensor, Tensor], list[Tensor]]:
     """For any number of groups of any length; a subnormal must be nothing to its group."""
 
