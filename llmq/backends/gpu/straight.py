@@ -33,7 +33,6 @@ _CERTAIN = 0.4999
 #: From this scale on a subnormal weight is zero to its group, see `llmq.quant.rows`.
 _SUBNORMALS_MATTER_BELOW = 2.0**-100
 
-
 #: Those of `_program` made so far.
 _PROGRAMS: dict[Scheme, Callable[[Tensor, Tensor], list[Tensor]]] = {}
 
